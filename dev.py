@@ -6,6 +6,7 @@ It needs Python 3.11 to 3.13 with pip and git; standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -15,7 +16,7 @@ import sys
 import time
 import tomllib
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -26,6 +27,9 @@ PROJECTS = sorted(ROOT.glob("packages/*/pyproject.toml"))
 CLIENTS = ["clients", "clients-torchtune"]
 TESTED = ["lint", "docs", "core", "lightning", "accelerate", "integration", "wheels"]
 TESTED += ["deepspeed", "clients"]
+# The longest first, so that the last ones to run side by side end together.
+START_ORDER = ["core", "integration", "lint", "accelerate", "lightning", "clients", "deepspeed"]
+START_ORDER += ["docs", "wheels", "core-newest"]
 NEWEST = "2.15.0"  # of torch; constraints.txt has the oldest that is supported
 # What "test" runs on it, if pip can install it in this time: it takes 5.5 GB.
 NEWEST_PART = [
@@ -38,6 +42,33 @@ NEWEST_PART = [
     )
 ]
 NEWEST_LIMIT_S = 300
+AT_ONCE = 2  # suites side by side: many tests wait, for ranks, processes and time limits
+SLOW_TEST_S, SLOW_FILE_S = 10, 60  # "test" names what takes longer
+# What "test --since" runs for a changed file: the first line that its path begins with. A changed
+# file of tests runs alone, if nothing else wants all of its suite. "lint" always runs.
+ADAPTED = ["integration", "wheels", "clients"]
+TOUCHED = {
+    "packages/core/tests/": ["core"],
+    "packages/elastic/tests/": ["integration"],
+    "packages/lightning_plugin/tests/": ["lightning"],
+    "packages/accelerate_plugin/tests/": ["accelerate"],
+    "packages/core/": TESTED,
+    "packages/elastic/": ["lightning", "accelerate", *ADAPTED],
+    "packages/lightning_plugin/": ["lightning", *ADAPTED],
+    "packages/accelerate_plugin/": ["accelerate", *ADAPTED],
+    "integration_tests/clients/": ["clients"],
+    "integration_tests/from_deepspeed/": ["deepspeed"],
+    "integration_tests/wheels/": ["wheels"],
+    "integration_tests/docs/": ["docs", "integration"],
+    "integration_tests/": ["integration"],
+    "benchmarks/": ["integration"],
+    "examples/": ["integration"],
+    "docs/": ["docs"],
+    "README.md": ["docs"],
+    "CHANGELOG.md": ["docs"],
+    "CONTRIBUTING.md": ["docs"],
+    "": TESTED,  # this file, tox.toml, constraints.txt, ...
+}
 NO_TESTS = 5  # pytest's exit code when it found none
 USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
 
@@ -60,8 +91,10 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
   docs    the documentation site, strictly, into .dev/site, and the tests of what it says
   release [TAG] [--dry-run]
           build, check and test the wheels and sdists of the tag, into dist/; then publish them
-  test    all of: {", ".join(TESTED)};
-          and a part of core-newest, if its environment can be made in {NEWEST_LIMIT_S} s
+  test [--since REV]
+          all of: {", ".join(TESTED)};
+          and a part of core-newest, if its environment can be made in {NEWEST_LIMIT_S} s.
+          --since: only what the files changed since then touch (CONTRIBUTING.md)
   clean   remove the environments and caches
   {", ".join(TESTED)}
           one of them, for example: python3 dev.py core -k planner
@@ -74,7 +107,9 @@ def main() -> int:
     if command == "clean":
         return clean()
     if command == "test" and not arguments:
-        return test()
+        return test({name: [] for name in TESTED} | {"core-newest": NEWEST_PART})
+    if command == "test" and arguments[0] == "--since" and len(arguments) == 2:
+        return test(touched(changed_files(arguments[1])))
     if command == "clients":
         codes = {run_environment(name, arguments) for name in CLIENTS}
         return max(codes - {0, NO_TESTS}, default=min(codes))
@@ -180,41 +215,115 @@ def release(arguments: list[str]) -> int:
     return run_environment("publish", [])
 
 
-def test() -> int:
-    """Run every environment, also after one failed, and end with one line of counts."""
+def test(suites: dict[str, list[str]]) -> int:
+    """Run the suites with their arguments, also after one failed. The last line counts."""
     shutil.rmtree(REPORTS, ignore_errors=True)
+    REPORTS.mkdir(parents=True)
     install_tox()
-    # While one runs, the next ones are made. "lint" runs in "integration", and so makes that too.
-    pool = ThreadPoolExecutor(1)
-    order = sorted(TESTED, key=["lint", "integration"].__contains__, reverse=True)
-    made = {name: pool.submit(can_make, name) for name in order}
-    made["core-newest"] = pool.submit(can_make_newest, NEWEST_LIMIT_S)
-    made["integration"].result()
-    pool.shutdown(wait=False)
-    passed = failed = skipped = 0
-    for name, is_made in made.items():
-        if not is_made.result() and name == "core-newest":
-            print(f"--- {name}: torch {NEWEST} was not installed in {NEWEST_LIMIT_S} s", flush=True)
-            continue
-        code = run_environment(name, NEWEST_PART if name == "core-newest" else [])
-        tests, bad, left_out = read_report(REPORTS / f"{name}.xml")
-        if code not in (0, NO_TESTS) and not bad:
-            bad = 1  # lint, an installation or a crash: there is no count to read
-        verdict = "failed" if bad else "no tests found" if code == NO_TESTS else "passed"
-        print(f"--- {name}: {verdict}", flush=True)
-        passed, failed, skipped = passed + tests - bad - left_out, failed + bad, skipped + left_out
+    start = time.monotonic()
+    # Environments are made one after another, the first suites' first, while suites run. "lint"
+    # uses the one of "integration". What is last to be made is not needed by any other.
+    order = [name for name in START_ORDER if name in suites]
+    needed = dict.fromkeys([*order[:1], *(["integration"] if "lint" in suites else []), *order])
+    maker, runner = ThreadPoolExecutor(1), ThreadPoolExecutor(AT_ONCE)
+    made = {name: maker.submit(can_make, name) for name in needed if name != "core-newest"}
+    if "core-newest" in suites:
+        made["core-newest"] = maker.submit(can_make_newest, NEWEST_LIMIT_S)
+    results = [runner.submit(run_suite, name, suites[name], made) for name in order]
+    counts = [result.result() for result in results]
+    passed, failed, skipped = (sum(each) for each in zip(*counts, strict=True))
+    print(write_slowest(REPORTS / "slowest.txt"))
+    print(f"{time.monotonic() - start:.0f} s")
     print(f"{passed} passed, {failed} failed" + (f", {skipped} skipped" if skipped else ""))
     return 1 if failed else 0
 
 
-def run_environment(name: str, arguments: list[str]) -> int:
-    """Run one of tox's environments; its exit code."""
+def run_suite(
+    name: str, arguments: list[str], made: dict[str, Future[bool]]
+) -> tuple[int, int, int]:
+    """Run one suite, and show its output when it is over; how many passed, failed, were skipped."""
+    if name == "lint":
+        made["integration"].result()
+    if not made[name].result() and name == "core-newest":
+        print(f"--- {name}: torch {NEWEST} was not installed in {NEWEST_LIMIT_S} s", flush=True)
+        return 0, 0, 0
+    log = REPORTS / f"{name}.log"
+    code = run_environment(name, arguments, log)
+    tests, bad, left_out = read_report(REPORTS / f"{name}.xml")
+    if code not in (0, NO_TESTS) and not bad:
+        bad = 1  # lint, an installation or a crash: there is no count to read
+    verdict = "failed" if bad else "no tests found" if code == NO_TESTS else "passed"
+    print(f"{log.read_text(errors='replace')}--- {name}: {verdict}\n", end="", flush=True)
+    return tests - bad - left_out, bad, left_out
+
+
+def changed_files(since: str) -> list[str]:
+    """The files that differ from a revision, also those that git does not know yet."""
+    calls = ["diff", "--name-only", "--no-renames", since], ["ls-files", "-o", "--exclude-standard"]
+    return [
+        file
+        for call in calls
+        for file in subprocess.run(
+            ["git", *call], cwd=ROOT, check=True, capture_output=True, text=True
+        ).stdout.splitlines()
+    ]
+
+
+def touched(files: list[str]) -> dict[str, list[str]]:
+    """The suites for these changed files, each with its arguments: none means all of its tests."""
+    suites: dict[str, list[str]] = {"lint": []}
+    for file in files:
+        begin = next(begin for begin in TOUCHED if file.startswith(begin))
+        path = ROOT / file
+        alone = "tests/" in begin and path.name.startswith("test_") and path.exists()
+        for name in TOUCHED[begin]:
+            mine = suites.setdefault(name, [file] if alone else [])
+            if not alone:
+                mine.clear()
+            elif mine and file not in mine:
+                mine.append(file)
+    return suites
+
+
+def write_slowest(path: Path) -> str:
+    """Write which tests and files took longest, from the reports; what was too slow, in words."""
+    tests, files = {}, {}
+    for report in REPORTS.glob("*.xml"):
+        for case in ElementTree.parse(report).iter("testcase"):
+            seconds, file = float(case.get("time", 0)), f"{report.stem}: {case.get('classname')}"
+            tests[f"{file}.{case.get('name')}"] = seconds
+            files[file] = files.get(file, 0.0) + seconds
+    said = []
+    with path.open("w") as page:
+        for what, limit_s, found in (("test", SLOW_TEST_S, tests), ("file", SLOW_FILE_S, files)):
+            slowest = sorted(found.items(), key=lambda item: -item[1])[:50]
+            page.writelines(f"{seconds:7.1f} s  {name}\n" for name, seconds in slowest)
+            page.write("\n")
+            said += [
+                f"{seconds:7.1f} s  {name}  (a {what} may take {limit_s} s)"
+                for name, seconds in slowest
+                if seconds > limit_s
+            ]
+    return "\n".join([f"the 50 slowest tests and files: {path.relative_to(ROOT)}", *said])
+
+
+def run_environment(name: str, arguments: list[str], log: Path | None = None) -> int:
+    """Run one of tox's environments, its output to a file if there is one; its exit code."""
     install_tox()
-    print(f"\n{f' {name} ':=^100}", flush=True)
     start = time.monotonic()
     call = [PYTHON, "-m", "tox", "run", "-e", name, "--", *arguments]
-    code = subprocess.run(call, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL).returncode
-    print(f"--- {name}: {time.monotonic() - start:.0f} s, exit code {code}", flush=True)
+    with open(log, "w") if log else contextlib.nullcontext() as file:
+        print(f"\n{f' {name} ':=^100}", flush=True, file=file)
+        code = subprocess.run(
+            call,
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT if file else None,
+        ).returncode
+        took = f"{time.monotonic() - start:.0f} s"
+        print(f"--- {name}: {took}, exit code {code}", flush=True, file=file)
     return code
 
 

@@ -8,9 +8,9 @@ measures the seconds of the first and the second step, and counts the rounds of 
 the store operations of each rank.
 
 *Clients* are threads that each have a connection to the same TCPStore. They run the code of
-`engine.store` as ranks do, with the payloads of a model of ``--layers`` layers. So the store has as
-many clients as in a large world. The rounds of such a model are counted on two processes that train
-it.
+`vescale_fsdp.ranks` as ranks do, with the values of a model of ``--layers`` layers. So the store
+has as many clients as in a large world. The rounds of such a model are counted on two processes
+that train it.
 
 Limits: all processes and threads share the cores of one machine, and the clients of a process share
 Python's lock, which real ranks do not. Nothing crosses a network. The time of a round is that
@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import hashlib
 import json
 import math
 import os
@@ -53,12 +54,14 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from vescale_fsdp import compat, fully_shard
-from vescale_fsdp.engine import store as stores
-from vescale_fsdp.engine.agreement import Digests, Subject, fingerprint_of
-from vescale_fsdp.engine.store import FAN_IN, Rounds
+from vescale_fsdp.engine.agreement import fingerprint_of
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.record import merge as merge_records
+from vescale_fsdp.ranks import Ranks
+from vescale_fsdp.ranks import ranks as floor
+from vescale_fsdp.ranks.attempt import agree_on_name
+from vescale_fsdp.ranks.ranks import FAN_IN, merge_pairs
 from vescale_fsdp.testing import run_ranks
 
 FOLDER = ROOT / "benchmarks" / "results" / "startup"
@@ -103,10 +106,10 @@ class Steps:
 
 @contextmanager
 def _counting(rounds: Counter[str], operations: Counter[str]) -> Iterator[None]:
-    prefixed, exchange = stores.PrefixStore, Rounds.exchange
+    prefixed, exchange = floor.PrefixStore, Ranks.exchange
     default = Counted(compat.default_store(), operations)
 
-    def counted(self: Rounds, topic: str, *args: Any, **options: Any) -> str:
+    def counted(self: Ranks, topic: str, *args: Any, **options: Any) -> Any:
         rounds[topic] += 1
         return exchange(self, topic, *args, **options)
 
@@ -115,8 +118,8 @@ def _counting(rounds: Counter[str], operations: Counter[str]) -> Iterator[None]:
 
     with (
         mock.patch.object(compat, "default_store", return_value=default),
-        mock.patch.object(stores, "PrefixStore", within),
-        mock.patch.object(Rounds, "exchange", counted),
+        mock.patch.object(floor, "PrefixStore", within),
+        mock.patch.object(Ranks, "exchange", counted),
     ):
         yield
 
@@ -195,24 +198,24 @@ def _entries(layers: int) -> list[str]:
     return fingerprint_of(list(units_in(_sharded(fully_shard, layers)).values()))
 
 
-def _payloads(entries: list[str]) -> dict[str, tuple[Callable[[int], str], Any]]:
-    """Return for each kind of round a function for a rank's payload, and one that merges them."""
+def _payloads(entries: list[str]) -> dict[str, tuple[Callable[[int], Any], Any]]:
+    """Return for each kind of round a function for a rank's value, and one that merges them."""
     layers = sum(each.startswith("unit") for each in entries)
-    subjects = [Subject("mesh", ["mesh"], ""), Subject("model", entries, "")]
-    digests = json.loads(Digests.of(subjects, 0))  # computed once: real ranks have their own cores
+    # Computed once: real ranks have their own cores.
+    value = hashlib.sha256(json.dumps(entries).encode()).hexdigest()
 
-    def digest(rank: int) -> str:
-        return json.dumps([[[value, rank]] for ((value, _),) in digests])
+    def digest(rank: int) -> list[Any]:
+        return [[value, rank]]
 
-    def said(rank: int) -> str:
+    def said(rank: int) -> dict[str, Any]:
         units = list(range(layers))
         complete = [(unit, layers) for unit in units]
-        return Record("backward of model 1", used=[(units, complete, rank)], ran=units).to_json()
+        return Record("backward of model 1", used=[(units, complete, rank)], ran=units).__dict__
 
-    def merge(payloads: list[str]) -> str:
-        return merge_records([Record.from_json(payload) for payload in payloads]).to_json()
+    def merge(values: list[dict[str, Any]]) -> dict[str, Any]:
+        return merge_records([Record(**each) for each in values]).__dict__
 
-    return {"mesh and model": (digest, Digests.merge), "next step": (said, merge)}
+    return {"model": (digest, merge_pairs), "next step": (said, merge)}
 
 
 def clients(
@@ -240,19 +243,21 @@ def clients(
         start.wait()
         start.wait()
         ends = [time.monotonic()]
-        name = stores.agree_on_name(Counted(store, counts), "name", rank, size, TIMEOUT_S)
+        name = agree_on_name(Counted(store, counts), "name", rank, size, TIMEOUT_S)
         ends.append(time.monotonic())
         mine["name"] = ends, counts.total()
         counts.clear()
         counted: Any = Counted(PrefixStore(name, store), counts)
-        rounds = Rounds(counted, range(size), rank, fan_in)
+        rounds = Ranks(range(size), rank, counted, fan_in=fan_in)
         for kind, (payload, merge) in kinds.items():
-            text = payload(rank)
-            rounds.exchange(f"begin of {kind}", text, merge, TIMEOUT_S)  # now all have started
+            said = payload(rank)
+            rounds.exchange(
+                f"begin of {kind}", said, merge, timeout_s=TIMEOUT_S
+            )  # all have started
             counts.clear()
             ends = [time.monotonic()]
             for _ in range(num_rounds):
-                rounds.exchange(kind, text, merge, TIMEOUT_S)
+                rounds.exchange(kind, said, merge, timeout_s=TIMEOUT_S)
                 ends.append(time.monotonic())
             mine[kind] = ends, counts.total() / num_rounds
         found[rank] = mine
@@ -390,12 +395,12 @@ def client_lines(folder: Path = FOLDER) -> tuple[list[str], list[list[str]]]:
         kinds = found["kinds"]
         name_s, step_s = (kinds[kind]["round_s"][1] for kind in ("name", "next step"))
         row = [_number(path), f"{1000 * name_s:,.0f}"]
-        for kind in ("mesh and model", "next step"):
+        for kind in ("model", "next step"):
             least, middle, most = (1000 * seconds for seconds in kinds[kind]["round_s"])
             row.append(f"{middle:,.0f} ({least:,.0f} to {most:,.0f})")
         row.append(f"{kinds['next step']['operations_of_rank_0']:.0f}")
         rows.append([*row, f"{name_s + found['rounds'] * step_s:.2f}"])
-    head = ["clients", "name, ms", "mesh and model, ms per round", "next step, ms per round"]
+    head = ["clients", "name, ms", "model, ms per round", "next step, ms per round"]
     return [*head, "operations of rank 0 per round", "name and first step, s (target: 2)"], rows
 
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from elastic_run import GLOBAL_BATCH, WIDTH, Numbers, faults  # noqa: E402
 
 import vescale_fsdp_elastic as elastic  # noqa: E402
-from vescale_fsdp import compat  # noqa: E402
+from vescale_fsdp.ranks import collectives  # noqa: E402
 
 
 def make() -> nn.Module:
@@ -54,7 +54,7 @@ class Log:
         total, self._sums = self._sums, torch.zeros((), dtype=torch.float64)
         group = dist.group.WORLD
         assert group is not None
-        compat.all_reduce(total, group).wait()
+        collectives.all_reduce(total, group).wait()
         if dist.get_rank() == 0:
             loss = float(total) / GLOBAL_BATCH
             line = {"step": number, "loss": loss, "source": self._run.source}

@@ -14,7 +14,7 @@ from elastic_adapters_run import fit, make, schedule_of
 from elastic_run import GLOBAL_BATCH, Numbers
 from torch import nn
 
-from vescale_fsdp import compat
+from vescale_fsdp.ranks import collectives
 
 
 class Log:
@@ -38,7 +38,7 @@ class Log:
         self.forget()
         group = dist.group.WORLD
         assert group is not None
-        compat.all_reduce(total, group).wait()
+        collectives.all_reduce(total, group).wait()
         time.sleep(0 if (self._out / "hurry").exists() else self._pause_s)
         line = {"step": number, "loss": float(total) / GLOBAL_BATCH, "ranks": dist.get_world_size()}
         line |= {"attempt": run.attempt, "source": run.source, "time": time.time(), **more}
@@ -90,12 +90,13 @@ def with_transformers(out: Path, until: int, pause_s: float) -> None:
     os.environ |= to_environment(Options(), {})
     os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_USE_CPU": "true"}
     del os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"]  # it asks for our launcher
-    import transformers.trainer
+    import transformers
 
     import vescale_fsdp_elastic as elastic
-    from vescale_fsdp_accelerate import ElasticCallback, VeScaleAccelerator
+    from vescale_fsdp_accelerate import ElasticCallback
+    from vescale_fsdp_accelerate._autoload import take_over
 
-    transformers.trainer.Accelerator = VeScaleAccelerator  # as after `accelerate launch`
+    take_over()  # as after `accelerate launch`
     elastic.init_process_group("gloo")
     log = Log(out, pause_s)
     callback = ElasticCallback(out, global_batch=GLOBAL_BATCH, every=2, every_on_disk=None)

@@ -1,4 +1,7 @@
-"""The examples, as a user starts them, for a few steps: real launchers, real processes."""
+"""The examples, as a user starts them, for a few steps: real launchers, real processes.
+
+Of those under torchrun one has it at each change, and the others ranks that are there already.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from integration_tests.scripts import run_script
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SMALL = ["--layers", "2", "--width", "48"]
@@ -46,9 +50,9 @@ def test_lightning_example_trains_saves_resumes_and_generates(tmp_path: Path) ->
     assert processes[0]["losses"][-1] < processes[0]["losses"][0]
 
 
-def torchrun(name: str, *options: str, processes: int = 2) -> list[str]:
+def torchrun(name: str, *options: str) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*launcher, "--nproc-per-node", str(processes), str(EXAMPLES / name), *options]
+    return [*launcher, "--nproc-per-node", "2", str(EXAMPLES / name), *options]
 
 
 @pytest.mark.timeout(400)
@@ -120,28 +124,27 @@ def test_checkpoints_of_torch_with_other_processes_and_with_fsdp2(tmp_path: Path
         found = re.findall(r"(saving|resumed from) \S*(step-\d+); validation loss: (.*)", output)
         return {f"{what} {step}": loss for what, step, loss in found}
 
-    name, options = "stock_checkpoint.py", [*SMALL, "--save-every", "2", "--max-steps"]
-    first = losses(run_example(torchrun(name, *options, "4"), tmp_path))
-    again = torchrun(name, *options, "6", "--fsdp2", processes=1)
-    second = losses(run_example(again, tmp_path))
+    script, options = EXAMPLES / "stock_checkpoint.py", [*SMALL, "--save-every", "2", "--max-steps"]
+    first = losses(run_script(script, *options, "4", cwd=tmp_path))
+    second = losses(run_script(script, *options, "6", "--fsdp2", processes=1, cwd=tmp_path))
     assert list(first) == ["saving step-2", "saving step-4"]
     assert list(second) == ["resumed from step-4", "saving step-6"]
     assert second["resumed from step-4"] == first["saving step-4"]
 
 
 @pytest.mark.timeout(400)
-def test_muon_example_under_torchrun_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
-    options = [*SMALL, "--max-steps"]
-    output = run_example(torchrun("train_gpt_muon.py", *options, "6"), tmp_path)
+def test_muon_example_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
+    script, options = EXAMPLES / "train_gpt_muon.py", [*SMALL, "--max-steps"]
+    output = run_script(script, *options, "6", cwd=tmp_path)
     assert "resumed" not in output
     assert "saved checkpoints/train_gpt_muon/step-6" in output
-    output = run_example(torchrun("train_gpt_muon.py", *options, "8"), tmp_path)
+    output = run_script(script, *options, "8", cwd=tmp_path)
     assert "resumed from checkpoints/train_gpt_muon/step-6" in output
     assert "saved checkpoints/train_gpt_muon/step-8" in output
     assert "class Reader" in output
 
 
-@pytest.mark.nightly  # 35 s; under torchrun it runs at each change
+@pytest.mark.nightly  # 35 s; without Lightning it runs at each change
 @pytest.mark.timeout(400)
 def test_muon_example_with_lightning(tmp_path: Path) -> None:
     script = [str(EXAMPLES / "train_gpt_muon.py"), "--lightning", "--max-steps", "6", *SMALL]

@@ -84,11 +84,14 @@ ARGUMENTS = {
 @contextmanager
 def trainer_engine(name: str) -> Iterator[None]:
     """Let ``transformers.Trainer`` run on "vescale", "ddp" or "fsdp2", as ``accelerate launch``."""
+    from vescale_fsdp_accelerate import VeScaleAccelerator
+    from vescale_fsdp_accelerate._autoload import replace_trainers
+
+    replace_trainers()  # theirs are imported when they are first named
     import transformers.trainer
     from accelerate import PartialState
     from accelerate.state import AcceleratorState, GradientState
 
-    from vescale_fsdp_accelerate import VeScaleAccelerator
     from vescale_fsdp_accelerate.options import Options, to_environment
 
     before, stock = dict(os.environ), transformers.trainer.Accelerator

@@ -23,7 +23,6 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 from lightning.pytorch import Trainer
 
-import vescale_fsdp_lightning
 from vescale_fsdp.cli import app, main
 from vescale_fsdp_accelerate.options import GUARD, current_fields
 from vescale_fsdp_accelerate.yaml_file import check_file
@@ -61,7 +60,9 @@ def check(command: str) -> None:
         case ["vescale-fsdp", *arguments]:
             parse_ours(arguments)
         case ["accelerate", "launch", *arguments]:
-            accelerate.commands.launch.launch_command_parser().parse_args([*arguments, "train.py"])
+            # Ours reads --config, and --config_file in its place, if the yaml is ours.
+            words = ["--config_file" if word == "--config" else word for word in arguments]
+            accelerate.commands.launch.launch_command_parser().parse_args([*words, "train.py"])
             check_files(arguments)
         case ["torchrun", *arguments]:
             torch.distributed.run.get_args_parser().parse_args([*arguments, "train.py"])
@@ -144,7 +145,8 @@ def test_settings_for_lightning_have_known_keys() -> None:
     (text,) = [block.text for block in blocks("yaml") if block.page == "docs/lightning.md"]
     trainer = yaml.safe_load(text)["trainer"]
     assert set(trainer) <= set(inspect.signature(Trainer).parameters)
-    strategy = getattr(vescale_fsdp_lightning, trainer["strategy"]["class_path"])
+    module, _, name = trainer["strategy"]["class_path"].rpartition(".")
+    strategy = getattr(importlib.import_module(module), name)
     assert set(trainer["strategy"]["init_args"]) <= set(inspect.signature(strategy).parameters)
 
 

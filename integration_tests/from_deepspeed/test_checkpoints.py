@@ -21,7 +21,8 @@ from vescale_fsdp.cli import main
 from vescale_fsdp.testing import run_ranks
 
 HERE = Path(__file__).parent
-pytestmark = pytest.mark.timeout(250)  # the first run builds an extension of DeepSpeed
+GLOO_ALONE = str(HERE / "gloo_alone.py")
+pytestmark = pytest.mark.timeout(250)  # the first test of each run waits for it
 STEPS = 3
 # Ranks, stage, and whether in bf16. A run takes 10 s.
 RUNS = [(1, 2, False), (2, 1, False), (4, 3, False), (2, 3, True)]
@@ -40,7 +41,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     options = [str(folder), str(stage), *(["bf16"] if is_bf16 else [])]
     done = subprocess.run(
-        [sys.executable, *launcher, str(HERE / "save.py"), *options],
+        [sys.executable, *launcher, GLOO_ALONE, str(HERE / "save.py"), *options],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -163,10 +164,11 @@ def test_the_example_goes_on_with_another_number_of_processes(tmp_path: Path) ->
     script = str(HERE.parents[1] / "examples" / "continue_from_deepspeed.py")
     said = []
     for ranks, options in ((2, ["--deepspeed"]), (1, [])):
+        with_deepspeed = [GLOO_ALONE] if options else []
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         small = ["--steps", "2", "--layers", "1", "--width", "48"]
         done = subprocess.run(
-            [sys.executable, *launcher, script, *options, *small],
+            [sys.executable, *launcher, *with_deepspeed, script, *options, *small],
             cwd=tmp_path,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,

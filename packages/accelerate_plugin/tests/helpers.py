@@ -15,6 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from vescale_fsdp_accelerate import VeScaleAccelerator
+from vescale_fsdp_accelerate._autoload import replace_trainers
+
+replace_trainers()  # as in a worker of `accelerate launch`; before they are imported
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from accelerate.tracking import GeneralTracker, on_main_process
 from torch import nn
 from torch.utils.data import Dataset
 
+import vescale_fsdp_accelerate
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleAccelerator
 from vescale_fsdp_accelerate.options import Options, to_environment
@@ -409,3 +412,19 @@ def test_evaluations_on_start_are_not_repeated_by_a_restart(tmp_path: Path) -> N
         assert torn[name] == quiet[name], name
     assert list(torn["evaluated"]) == [*range(0, UNTIL + 1, 2)]
     assert torn["evaluates on start"], "the user's value is back"
+
+
+@pytest.mark.parametrize(
+    ("asks", "ask"),
+    [
+        ("accelerator.elastic_training", partial(VeScaleAccelerator.elastic_training, None, "a")),
+        ("ElasticCallback", lambda: vescale_fsdp_accelerate.ElasticCallback("a", global_batch=8)),
+    ],
+)
+def test_without_the_package_it_says_what_to_install(
+    asks: str, ask: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vescale_fsdp_elastic", None)
+    match = rf"{asks} needs .*: pip install 'vescale-fsdp-accelerate\[elastic\]'"
+    with pytest.raises(ImportError, match=match):
+        ask()

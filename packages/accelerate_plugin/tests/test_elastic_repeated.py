@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import vescale_fsdp_elastic as elastic
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp_accelerate import elastic_loop
+from vescale_fsdp_accelerate.elastic import loop as elastic_loop
 from vescale_fsdp_elastic import worlds
 from vescale_fsdp_elastic.losses import RanksHaveChanged
 

@@ -82,11 +82,11 @@ def test_a_script_may_import_transformers_before_all_else(config: Path, tmp_path
         "from transformers import Trainer\n"
         "import json, transformers\n"
         "found = [transformers.trainer.Accelerator.__name__]\n"
-        "found.append(hasattr(Trainer.save_model, '_vescale_fsdp'))\n"
+        "found += [Trainer.__name__, transformers.Seq2SeqTrainer.__mro__[2].__name__]\n"
         "print('REPORT', json.dumps(found))\n"
     )
     done = launch("--config", str(config), "--num_processes", "1", str(script))
-    assert reports(done) == [["VeScaleAccelerator", True]]
+    assert reports(done) == [["VeScaleAccelerator", "VeScaleTrainer", "VeScaleTrainer"]]
 
 
 def test_the_runner_needs_no_hook(config: Path) -> None:

@@ -176,17 +176,16 @@ def load_what_was_replaced(folder: Path) -> tuple[list[float], list[str]]:
     values = []
     with accelerator() as acc:
         model = acc.prepare(make_model())
-        plugin = acc.state.fsdp_plugin
-        checkpoints.save_model(plugin, acc, model, str(folder))
+        checkpoints.save_model(acc, model, str(folder))
         values.append(full(model.embed.weight).sum().item())
         path = folder / "pytorch_model_fsdp_0"
         if dist.get_rank() == 0:
             path.rename(f"{path}.old")
         acc.wait_for_everyone()
         other = acc.prepare(make_model(1))
-        checkpoints.load_model(plugin, acc, other, str(folder))
+        checkpoints.load_model(acc, other, str(folder))
         values.append(full(other.embed.weight).sum().item())
-        checkpoints.save_model(plugin, acc, other, str(folder))
+        checkpoints.save_model(acc, other, str(folder))
     return values, [path.name for path in folder.iterdir()]
 
 

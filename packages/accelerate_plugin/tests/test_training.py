@@ -457,3 +457,16 @@ def prepare_what_is_sharded_in_part() -> None:
 
 def test_a_model_that_is_sharded_in_part_becomes_a_unit_and_its_optimizer_is_warned_of() -> None:
     run_ranks(prepare_what_is_sharded_in_part, 2)
+
+
+def train_two_critics() -> None:
+    with accelerator() as acc, warnings.catch_warnings():
+        warnings.filterwarnings("error", "one backward has reached")
+        first, second = acc.prepare(make_model(), make_model())
+        tokens = torch.zeros(2, 4, dtype=torch.long)
+        acc.backward((first(tokens) + second(tokens)).square().mean())
+
+
+def test_two_critics_in_one_backward_are_not_warned_of() -> None:
+    """`prepare` has seen that nothing is around them that is trained alone."""
+    run_ranks(train_two_critics, 2)

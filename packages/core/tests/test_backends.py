@@ -16,7 +16,7 @@ from torch import nn
 from torch.testing._internal.distributed import fake_pg  # noqa: F401  registers "fake"
 from torch.testing._internal.distributed.multi_threaded_pg import ProcessLocalGroup
 
-from vescale_fsdp import compat, fully_shard
+from vescale_fsdp import fully_shard
 from vescale_fsdp.backends import (
     backend_name,
     backends_of,
@@ -24,9 +24,11 @@ from vescale_fsdp.backends import (
     is_fake,
     spelling_of,
 )
-from vescale_fsdp.dbuffer import collectives, transport
+from vescale_fsdp.dbuffer import collectives as of_buffers
+from vescale_fsdp.dbuffer import transport
 from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.unit import units_in
+from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks
 
 PACKAGES = Path(__file__).parents[2]
@@ -107,10 +109,10 @@ def test_a_group_that_is_made_by_hand_takes_every_device() -> None:
 
 def check_new_groups() -> list[str]:
     gloo = dist.new_group(backend="cpu:gloo")
-    groups = [compat.new_group([0, 1]), compat.new_group([0, 1], gloo)]
-    assert compat.group_over([0, 1], groups[0]) is dist.group.WORLD
-    assert compat.group_over([0, 1], gloo) is compat.group_over([0, 1], groups[1])
-    assert compat.group_over([0, 1], gloo) is not dist.group.WORLD
+    groups = [collectives.new_group([0, 1]), collectives.new_group([0, 1], gloo)]
+    assert collectives.group_over([0, 1], groups[0]) is dist.group.WORLD
+    assert collectives.group_over([0, 1], gloo) is collectives.group_over([0, 1], groups[1])
+    assert collectives.group_over([0, 1], gloo) is not dist.group.WORLD
     return [spelling_of(group) for group in groups]
 
 
@@ -138,7 +140,7 @@ def check_default_call() -> None:
     model.load_state_dict(plain.state_dict())
     fully_shard(model)
     batch = torch.randn(8, 64)
-    made = mock.patch.object(collectives, "Exchange", wraps=transport.Exchange)
+    made = mock.patch.object(of_buffers, "Exchange", wraps=transport.Exchange)
     with made as exchanges:
         model(batch[4 * rank : 4 * rank + 4]).square().mean().backward()
     assert exchanges.call_count == 2  # a gather and a reduction, of 16 KiB a part

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 import vescale_fsdp
-from vescale_fsdp import compat
-from vescale_fsdp.compat import groups
+from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks
 
 
@@ -27,7 +26,7 @@ def check_group_of_one_rank() -> list[int]:
     try:
         splits = AssertionError("torch would split the default group")
         with mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=splits):
-            group = compat.new_group([0]) if dist.get_rank() == 0 else None
+            group = collectives.new_group([0]) if dist.get_rank() == 0 else None
         assert world.bound_device_id == torch.device("cuda", 0)
     finally:
         world.bound_device_id = None
@@ -50,9 +49,9 @@ def test_nccl_gets_streams_of_high_priority_and_the_configuration_of_the_default
     given.config = "by copy engines"
     world: Any = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(options=given))
     fake = SimpleNamespace(ProcessGroupNCCL=SimpleNamespace(Options=_Options))
-    with mock.patch.object(groups, "dist", fake):
-        options = groups.nccl_options(datetime.timedelta(seconds=7), world, "cuda")
-        as_it_was = groups.nccl_options(None, world, "cuda")
+    with mock.patch.object(collectives, "dist", fake):
+        options = collectives.nccl_options(datetime.timedelta(seconds=7), world, "cuda")
+        as_it_was = collectives.nccl_options(None, world, "cuda")
     assert options.is_high_priority_stream
     assert options.config == "by copy engines"
     assert options._timeout == datetime.timedelta(seconds=7)
@@ -128,18 +127,18 @@ def check_threads() -> None:
     group = dist.group.WORLD
     assert group is not None
     x = torch.ones(4)
-    compat.all_reduce(x, group).wait()
+    collectives.all_reduce(x, group).wait()
     parts = [torch.zeros(2) for _ in range(2)]
-    compat.all_gather_uneven(parts, torch.ones(2), group).wait()
+    collectives.all_gather_uneven(parts, torch.ones(2), group).wait()
     assert x.tolist() == [2.0] * 4
     assert torch.cat(parts).tolist() == [1.0] * 4
-    tracked = list(groups._with_threads)
+    tracked = list(collectives._with_threads)
     assert len(tracked) >= 4
-    groups._wait_for_threads()  # before the process exits
+    collectives._wait_for_threads()  # before the process exits
     assert all(each() is None for each in tracked)
-    held = groups._for_thread(x)
-    with mock.patch.object(groups, "_MOST_WAIT_S", 0.01):
-        groups._wait_for_threads()  # no longer than that
+    held = collectives._for_thread(x)
+    with mock.patch.object(collectives, "_MOST_WAIT_S", 0.01):
+        collectives._wait_for_threads()  # no longer than that
     assert held.data_ptr() == x.data_ptr()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from vescale_fsdp import CheckpointWriteError, VeScaleError
-from vescale_fsdp.checkpoint.ranks import all_ranks
+from vescale_fsdp.ranks import everyone
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_elastic import idle, memory
 from vescale_fsdp_elastic.choice import Transfer
@@ -25,7 +25,7 @@ NAMES = ("a", "b")
 
 def made(root: Path, transfers: list[Transfer]) -> tuple[Path, Copying]:
     """The folder of this rank, with the files that it sends."""
-    ranks = all_ranks()
+    ranks = everyone()
     folder = root / str(ranks.rank)
     folder.mkdir()
     for each in transfers:

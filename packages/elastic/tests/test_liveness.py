@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.checkpoint.ranks import Ranks
+from vescale_fsdp.ranks import Ranks
 from vescale_fsdp.testing import RankError, run_ranks
 from vescale_fsdp_elastic import liveness, sockets
 from vescale_fsdp_elastic.beginning import _own_ranks
@@ -70,11 +70,11 @@ def leave(size: int) -> tuple[str, float]:
     assert len(ring._neighbours) == min(2, size - 1)
     if ranks.rank == 0:
         ring.close()
-    ranks.agree("a message after rank 0 has left", lambda: time.sleep(0.2))
+    ranks.together("a message after rank 0 has left", lambda: time.sleep(0.2))
     reason = ring.reason
     ring.close()
     ring.close()
-    return reason, Ranks(group).exchange("another one", lambda: 1.0, lambda values: values)
+    return reason, Ranks.linked(group).together("another one", lambda: 1.0, lambda values: values)
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -88,7 +88,7 @@ def not_connected() -> str:
         if dist.get_rank() == 1:
             patch.setattr(sockets, "of_network", lambda: "203.0.113.1")  # of no interface here
         ring = liveness.watch(ranks, group)
-    ranks.agree("a message", lambda: None)
+    ranks.together("a message", lambda: None)
     return str(ring._neighbours)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import waiting
+from vescale_fsdp.ranks import waits
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_elastic import repeating
 from vescale_fsdp_elastic.losses import is_loss
@@ -36,13 +36,13 @@ def closed() -> tuple[bool, bool, str]:
     before = is_loss(error)
     dist.barrier()
     if dist.get_rank() == 0:
-        waiting.close([group], "rank 1 has died")
+        waits.abort("rank 1 has died", [group])
     try:
         dist.all_reduce(torch.ones(1))
     except RuntimeError as caught:
         told = str(caught)
         if dist.get_rank():  # its own thread tells it in a training
-            waiting.close([group], "rank 0 has closed them")
+            waits.abort("rank 0 has closed them", [group])
     return before, is_loss(error), told
 
 

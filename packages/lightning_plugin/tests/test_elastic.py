@@ -17,10 +17,10 @@ from lightning.pytorch.tuner import Tuner
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
-from vescale_fsdp import compat
+from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_elastic import ElasticOptions
-from vescale_fsdp_lightning import VeScaleFSDPStrategy
+from vescale_fsdp_lightning import VeScaleFSDPStrategy, load_from_checkpoint
 
 from .lit import make_trainer
 
@@ -95,7 +95,7 @@ class Lit(pl.LightningModule):
         self.micro.clear()
         group = dist.group.WORLD
         assert group is not None
-        compat.all_reduce(total, group).wait()
+        collectives.all_reduce(total, group).wait()
         step = self.global_step - 1
         global_batch = self.trainer.strategy.options.elastic.global_batch  # type: ignore[attr-defined]
         self.losses[step] = float(total) / global_batch
@@ -226,7 +226,7 @@ def test_a_training_that_is_done_ends_at_once(tmp_path: Path) -> None:
     assert run_ranks(attempt, 1, tmp_path, None, options)[0]["losses"].keys() == {0, 1, 2}
     (saved,) = (tmp_path / "run").glob("step-3-*")
     own = {"stop_at": None, "signal_at": None, "dropout": 0.0}
-    loaded, new = Lit.load_from_checkpoint(saved, **own), Lit(**own)
+    loaded, new = load_from_checkpoint(Lit, saved, **own), Lit(**own)
     for each, fresh in zip(loaded.parameters(), new.parameters(), strict=True):
         assert each.shape == fresh.shape
         assert not torch.equal(each, fresh)

@@ -23,7 +23,7 @@ from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_elastic import worlds
 from vescale_fsdp_elastic.losses import RanksHaveChanged
 from vescale_fsdp_lightning import ShardedEMA, VeScaleFSDPStrategy
-from vescale_fsdp_lightning.elastic_hooks import follow_ranks, keep_metrics
+from vescale_fsdp_lightning.elastic.held import follow_ranks, keep_metrics
 
 WIDTH = 6
 

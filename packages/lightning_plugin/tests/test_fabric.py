@@ -13,7 +13,7 @@ import lightning.fabric
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.fabric.utilities.load import _lazy_load
 from torch import nn
 from torch.nn import functional as F
@@ -326,7 +326,7 @@ def mistakes(root: Path) -> None:
         assert found
         assert all("bias" in name for name in found)
     with pytest.raises(ValueError, match="16-mixed"):
-        make_fabric("vescale_fsdp", precision="16-mixed")
+        make_fabric("vescale_fsdp", plugins=[MixedPrecision("16-mixed", "cpu")])
 
 
 def compiled() -> None:
@@ -432,3 +432,17 @@ def copies_beside_ddp() -> None:
 
 def test_a_copy_of_a_module_can_be_set_up_again() -> None:
     run_ranks(copies_beside_ddp, 2)
+
+
+def train_two_critics() -> None:
+    fabric = make_fabric(VeScaleFabricStrategy())
+    first, second = fabric.setup_module(make_net()), fabric.setup_module(make_net())
+    x = torch.ones(4, 12)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "one backward has reached")
+        fabric.backward((first(x) + second(x)).square().mean())
+
+
+def test_two_critics_in_one_backward_are_not_warned_of() -> None:
+    """``setup`` has seen that nothing is around them that is trained alone."""
+    run_ranks(train_two_critics, 2)

@@ -1,4 +1,4 @@
-"""Sealed directories where Lightning itself loads, and what they cannot keep, said in time."""
+"""Sealed directories in other strategies, and what they cannot keep, said in time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from lightning.pytorch.core import saving
 from torch import nn
 
 from vescale_fsdp import (
@@ -23,7 +22,11 @@ from vescale_fsdp import (
     RankMismatchError,
 )
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp_lightning import VeScaleFSDPStrategy
+from vescale_fsdp_lightning import (
+    SealedCheckpointIO,
+    VeScaleFSDPStrategy,
+    load_from_checkpoint,
+)
 
 from .lit import LitModel, full_parameters, loader, make_model, make_trainer
 
@@ -94,10 +97,10 @@ def sealed(root: Path) -> str:
     trainer.test(model, loader(), verbose=False)
     found = {**full_parameters(model), "test_loss": trainer.callback_metrics["test_loss"]}
     path = trainer.checkpoint_callback.best_model_path  # type: ignore[union-attr]
-    everywhere = Configured.load_from_checkpoint(path)  # by all ranks, and by one alone
+    everywhere = load_from_checkpoint(Configured, path)  # by all ranks, and by one alone
     assert torch.equal(everywhere.norm.weight, found["norm.weight"])
     if dist.get_rank() == 0:
-        Configured.load_from_checkpoint(path)
+        load_from_checkpoint(Configured, path)
         torch.save(found, root / "expected")
     train(root / "dcp", model, state_dict_type="dcp")
     return path
@@ -108,33 +111,44 @@ def test_a_sealed_directory_loads_where_lightning_loads_a_file(tmp_path: Path) -
     expected = torch.load(tmp_path / "expected", weights_only=True)
     loss = expected.pop("test_loss")
 
-    model = Configured.load_from_checkpoint(path)
+    model = load_from_checkpoint(Configured, path)
     assert model.hparams == {"lr": 0.02, "activation": None}
     assert model.seen["global_step"] == 4
     assert len(model.seen["optimizer_states"]) == 1
     for name, param in model.named_parameters():
         assert torch.equal(param, expected[name]), name
-    assert Configured.load_from_checkpoint(Path(path), lr=0.5).hparams["lr"] == 0.5
+    assert load_from_checkpoint(Configured, Path(path), lr=0.5).hparams["lr"] == 0.5
     for location in ("meta", torch.device("meta"), {"cpu": "meta"}, lambda _, place: META[place]):
-        moved = saving.pl_load(path, map_location=location)["state_dict"]
+        moved = SealedCheckpointIO().load_checkpoint(path, location)["state_dict"]
         assert all(tensor.is_meta for tensor in moved.values())
 
-    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, limit_test_batches=4)
+    with pytest.raises(IsADirectoryError):
+        Configured.load_from_checkpoint(path)  # Lightning's own is as it was
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        limit_test_batches=4,
+        plugins=SealedCheckpointIO(),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that there are few workers
         tested = trainer.test(Configured(), loader(), ckpt_path=path, verbose=False)
     assert tested[0]["test_loss"] == pytest.approx(loss.item())  # 2 batches of 2 processes
 
     fsspec.filesystem("memory").put(path, "/bucket/last.ckpt", recursive=True)
-    found = Fabric(accelerator="cpu", devices=1).load("memory://bucket/last.ckpt")
+    found = Fabric(accelerator="cpu", devices=1, plugins=SealedCheckpointIO()).load(
+        "memory://bucket/last.ckpt"
+    )
     assert torch.equal(found["state_dict"]["norm.weight"], expected["norm.weight"])
 
     with pytest.raises(CheckpointMismatchError, match="use python -m lightning"):
-        Configured.load_from_checkpoint(next((tmp_path / "dcp").glob("*.ckpt")))
+        load_from_checkpoint(Configured, next((tmp_path / "dcp").glob("*.ckpt")))
     with pytest.raises(IsADirectoryError):
-        Configured.load_from_checkpoint(tmp_path)
+        load_from_checkpoint(Configured, tmp_path)
     with pytest.raises(FileNotFoundError):
-        Configured.load_from_checkpoint(tmp_path / "nothing")
+        load_from_checkpoint(Configured, tmp_path / "nothing")
 
 
 def said_in_time(root: Path) -> None:

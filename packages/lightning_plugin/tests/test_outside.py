@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities import grad_norm as stock_grad_norm
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import unsharded
 from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_lightning import grad_norm
 
 from .lit import WIDTH, LitModel, assert_equal, fit, full_parameters, make_model
 
@@ -48,7 +49,7 @@ def penalty(root: Path) -> None:
 
 
 class Norms(LitModel):
-    """Logs what Lightning's function finds, as its documentation has it."""
+    """Logs what Lightning's function finds under DDP, and ours under both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,6 +57,8 @@ class Norms(LitModel):
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         norms = grad_norm(self, norm_type=2)
+        if self.trainer.strategy.strategy_name != "vescale_fsdp":
+            assert norms == pytest.approx(stock_grad_norm(self, norm_type=2))
         self.log_dict(norms)
         self.norms.append({name: float(norm) for name, norm in norms.items()})
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric import Fabric
-from lightning.pytorch.utilities import grad_norm
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,7 +23,7 @@ from transformers.distributed.expert_parallel import apply_expert_parallelism
 
 from vescale_fsdp import clip_grad_norm_
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp_lightning import VeScaleFabricStrategy, VeScaleFSDPStrategy
+from vescale_fsdp_lightning import VeScaleFabricStrategy, VeScaleFSDPStrategy, grad_norm
 
 from .lit import full_parameters, make_trainer
 

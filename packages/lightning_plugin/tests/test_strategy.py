@@ -399,15 +399,15 @@ def test_a_wrong_value_is_refused_with_the_accepted_ones(
     assert next(iter(option)) in str(error.value)
 
 
-def test_half_precision_with_a_scaler_is_refused_on_cpu_instead_of_replaced() -> None:
+def test_half_precision_with_a_scaler_on_cpu() -> None:
+    """Lightning replaces the string before the strategy sees it; a plug-in it hands on."""
     options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "logger": False}
-    for strategy in ("vescale_fsdp", VeScaleFSDPStrategy()):
-        with pytest.raises(ValueError, match=r"16-mixed.*accelerator=\"cpu\".*bf16-mixed"):
-            pl.Trainer(strategy=strategy, precision="16-mixed", **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        replaced = pl.Trainer(strategy="ddp", precision="16-mixed", **options)
-    assert replaced.precision == "bf16-mixed"  # what happens without us
+    with pytest.warns(UserWarning, match="AMP with fp16 is not supported on CPU"):
+        replaced = pl.Trainer(strategy="vescale_fsdp", precision="16-mixed", **options)
+    assert replaced.precision == "bf16-mixed"
+    plugin = MixedPrecision("16-mixed", "cpu")
+    with pytest.raises(ValueError, match=r"16-mixed.*accelerator=\"cpu\".*bf16-mixed"):
+        pl.Trainer(strategy="vescale_fsdp", plugins=[plugin], **options)
 
 
 @pytest.mark.parametrize(

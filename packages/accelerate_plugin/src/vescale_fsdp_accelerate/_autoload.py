@@ -4,10 +4,11 @@ Accelerate has no registry of engines, and does not pass unknown keys to its wor
 calls the entry points of the group ``torch.backends`` at the end of ``import torch``. Ours is
 `install`:
 
-* In every process it waits for the import of ``accelerate launch``, which then reads our keys
-  (see `launching`).
-* In a worker whose yaml asks for veScale-FSDP, it replaces ``accelerate.Accelerator`` by
-  ``VeScaleAccelerator``.
+* In every process it waits for the import of ``accelerate launch``, and then looks whether the yaml
+  has a key of ours. If not, nothing changes (see `launching`).
+* In a worker whose yaml asks for veScale-FSDP, three names stand for classes of ours, which derive
+  from those that had them: ``accelerate.Accelerator``, ``transformers.Trainer`` and its
+  ``Seq2SeqTrainer``.
 
 Such a worker never trains with another engine. The launcher sets two of Accelerate's variables to
 values that Accelerate refuses; the error message says what to do. Only `take_over` restores the
@@ -22,14 +23,13 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from vescale_fsdp_accelerate import options
 
-__all__ = ["install", "take_over"]
+__all__ = ["install", "replace_trainers", "take_over"]
 
 # accelerate/__init__.py imports these after Accelerator. Accelerate's own modules import torch, so
 # accelerate.accelerator may be half imported when `install` runs.
@@ -38,15 +38,14 @@ _LAUNCHER = "accelerate.commands.launch"
 
 
 def install() -> None:
-    """Arrange that Accelerate is changed when it is imported.
+    """Wait for Accelerate's launcher, and in a worker that asks for us for Accelerate itself.
 
     Raises only in workers whose yaml asks for veScale-FSDP.
     """
     try:
         from vescale_fsdp_hook import when_imported
 
-        when_imported("accelerate.commands.config.config_args", _read_guard)
-        when_imported(_LAUNCHER, _read_keys)
+        when_imported(_LAUNCHER, _look)
         when_imported("accelerate.commands.utils", _launch_by_name)
         if options.asked_for():
             when_imported(_AFTER_ACCELERATOR, _replace)
@@ -55,40 +54,21 @@ def install() -> None:
             raise
 
 
-def _read_guard(module: ModuleType) -> None:
-    """Make Accelerate accept our key in a yaml. Without this package it refuses the key.
-
-    A yaml with the key and without our engine is refused: its processes would train alone.
-    """
-    process: Callable[[dict[str, Any]], dict[str, Any]] = module.BaseConfig.process_config
-
-    def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        fsdp_config = config_dict.get("fsdp_config") or {}
-        if options.GUARD in config_dict and options.engine_of(fsdp_config) is None:
-            raise ValueError(
-                f"the yaml has the line '{options.GUARD}' and does not turn veScale-FSDP on: add "
-                f"'{options.ENGINE_KEY}: vescale' under fsdp_config, or remove that line to train "
-                "with Accelerate's own engines"
-            )
-        config_dict.pop(options.GUARD, None)
-        return process(config_dict)
-
-    module.BaseConfig.process_config = staticmethod(process_config)
-
-
-def _read_keys(module: ModuleType) -> None:
-    import_module("vescale_fsdp_accelerate.launching").add_to_launcher(module)
+def _look(module: ModuleType) -> None:
+    import_module("vescale_fsdp_accelerate.launching").look(module)
 
 
 def _launch_by_name(_: ModuleType) -> None:
-    """Run the launcher by its name for ``python -m accelerate.commands.launch``.
+    """Run the launcher by its name for ``python -m accelerate.commands.launch``, if its yaml asks.
 
-    Python runs that file as ``__main__``, whose functions are not changed. It would start processes
-    that do not know of our keys. This is called by its import of its last dependency.
+    Python runs that file as ``__main__``, whose functions cannot be replaced. This is called by its
+    import of its last dependency.
     """
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     if main is not None and main.name == _LAUNCHER:
-        raise SystemExit(import_module(_LAUNCHER).main())
+        launcher = import_module(_LAUNCHER)
+        if hasattr(launcher.launch_command, "__wrapped__"):
+            raise SystemExit(launcher.main())
 
 
 def _replace(_: ModuleType) -> None:
@@ -96,7 +76,7 @@ def _replace(_: ModuleType) -> None:
 
 
 def take_over() -> None:
-    """Replace ``accelerate.Accelerator`` and its functions for checkpoints by ours.
+    """Give the names of Accelerate's and transformers' classes to ours.
 
     It is for workers of a job that asks for veScale-FSDP. Idempotent.
     """
@@ -104,9 +84,32 @@ def take_over() -> None:
     ours = import_module("vescale_fsdp_accelerate.accelerator").VeScaleAccelerator
     import_module("accelerate.accelerator").Accelerator = ours  # type: ignore[attr-defined]
     package.Accelerator = ours  # type: ignore[attr-defined]
+    replace_trainers()
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
         _join_on_cpu(import_module("accelerate.state").PartialState)
     os.environ.update(options.real_environment())
+
+
+def replace_trainers() -> None:
+    """Give the names of the Trainers to ours when they are imported, and let ``trl`` use us.
+
+    Trainers that derive from them, as those of ``trl``, then derive from ours.
+    """
+    from vescale_fsdp_hook import when_imported
+
+    when_imported("transformers.trainer", _replace_trainer)
+    when_imported("transformers.trainer_seq2seq", _replace_seq2seq)
+    import_module("vescale_fsdp_accelerate.references").register()
+
+
+def _replace_trainer(module: ModuleType) -> None:
+    ours = import_module("vescale_fsdp_accelerate.trainer")
+    module.Trainer = ours.VeScaleTrainer  # type: ignore[attr-defined]
+
+
+def _replace_seq2seq(module: ModuleType) -> None:
+    ours = import_module("vescale_fsdp_accelerate.seq2seq")
+    module.Seq2SeqTrainer = ours.VeScaleSeq2SeqTrainer  # type: ignore[attr-defined]
 
 
 def _join_on_cpu(partial_state: Any) -> None:

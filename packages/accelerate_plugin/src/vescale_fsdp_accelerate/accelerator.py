@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 import torch
@@ -30,15 +30,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
-import vescale_fsdp_elastic as elastic
 from vescale_fsdp import FSDPModule, clip_grad_norm_
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.saving import begin_load, begin_save, check_reduced
+from vescale_fsdp.errors import companion
 from vescale_fsdp.optim import offload_
-from vescale_fsdp_accelerate import checkpoints, references, saving, trainer
+from vescale_fsdp_accelerate import checkpoints, saving
 from vescale_fsdp_accelerate.budgets import budget_for
-from vescale_fsdp_accelerate.elastic import elastic_training
 from vescale_fsdp_accelerate.plans import check_sizes
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.registered import as_whole, refuse_sharded
@@ -57,11 +56,10 @@ from vescale_fsdp_accelerate.switching import (
     warn_of_replaced,
 )
 
-__all__ = ["VeScaleAccelerator"]
+if TYPE_CHECKING:
+    from vescale_fsdp_elastic import Run
 
-checkpoints.register()
-trainer.register()
-references.register()
+__all__ = ["VeScaleAccelerator"]
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +88,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
     # Of Accelerate's class.
     _save_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
     _load_model_state_pre_hook: OrderedDict[int, Callable[..., None]]
+    _optimizers: list[Any]
 
     def __init__(self, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         if fsdp_plugin is None:
@@ -105,7 +104,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         check_sizes(_asked_parallelism(kwargs), plugin, int(os.environ.get("WORLD_SIZE", "1")))
         super().__init__(*args, fsdp_plugin=plugin, **kwargs)
         self._become_fsdp(plugin)
-        self._models = _Models()
+        self._models: list[nn.Module] = []
         # Passed to `prepare` with the models being sharded.
         self._waiting: list[Optimizer] = []
         self._loaders: list[DataLoader[Any]] = []
@@ -255,6 +254,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
             for _ in self._sharder.shard_late(bare, needs):
                 self._switch.record(model, last)
                 self._switch.move(optimizers)
+            check_reduced(bare, "prepare")
             return model
         budget = budget_for(
             plugin.budget,
@@ -266,6 +266,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         for _ in self._sharder.shard(model, needs, budget):
             self._switch.record(model, last)
             self._switch.move(optimizers)
+        check_reduced(bare, "prepare")
         model._is_accelerate_prepared = True  # type: ignore[assignment]
         self._compile(model)
         return model
@@ -368,7 +369,7 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
 
     def elastic_training(
         self, directory: Any, *, stateful: Mapping[str, Any] | None = None, **options: Any
-    ) -> AbstractContextManager[elastic.Run]:
+    ) -> AbstractContextManager[Run]:
         """Train under ``torchrun --nnodes 1:4 --max-restarts N``, with ranks that come and go.
 
         ::
@@ -394,7 +395,12 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             ValueError: more or fewer models than one have been prepared, or
                 ``gradient_accumulation_steps`` is not 1.
+            ImportError: the package for it is not installed.
         """
+        asks = "accelerator.elastic_training"
+        companion("vescale_fsdp_elastic", asks, "vescale-fsdp-accelerate[elastic]")
+        from vescale_fsdp_accelerate.elastic.training import elastic_training
+
         return elastic_training(self, directory, stateful, options)
 
     def init_trackers(
@@ -449,7 +455,12 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         config.automatic_checkpoint_naming = False
         try:
             with as_whole(self), self._after_save_hooks(str(stage)):
-                super().save_state(str(stage), safe_serialization, **save_model_func_kwargs)
+                for index, model in enumerate(self._models):
+                    checkpoints.save_model(self, model, str(stage), index)
+                for index, optimizer in enumerate(self._optimizers):
+                    checkpoints.save_optimizer(self, optimizer, str(stage), index)
+                with self._without_models():
+                    super().save_state(str(stage), safe_serialization, **save_model_func_kwargs)
         finally:
             config.automatic_checkpoint_naming = is_named
         self.wait_for_everyone()
@@ -473,13 +484,28 @@ class VeScaleAccelerator(Accelerator):  # type: ignore[misc]
         begin_load()
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             input_dir = saving.latest(Path(self.project_dir) / "checkpoints")
-        if input_dir is not None:
-            folder = Path(input_dir).expanduser()
-            if folder.is_dir():
-                saving.finish(folder)
-                checkpoints.verify(folder)
+        folder = None if input_dir is None else Path(input_dir).expanduser()
+        if folder is not None and folder.is_dir():
+            saving.finish(folder)
+            checkpoints.verify(folder)
         with as_whole(self), self._after_load_hooks(input_dir):
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+            if folder is not None and folder.is_dir():
+                for index, model in enumerate(self._models):
+                    checkpoints.load_model(self, model, str(folder), index)
+                for index, optimizer in enumerate(self._optimizers):
+                    checkpoints.load_optimizer(self, optimizer, str(folder), index)
+            with self._without_models():  # raises if there is none
+                super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+
+    @contextmanager
+    def _without_models(self) -> Iterator[None]:
+        """In it Accelerate saves and loads all but models and optimizers, for which it has FSDP."""
+        kept = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = kept
 
     # With FSDP, Accelerate calls the hooks of users after models were saved and loaded, and without
     # them. Here hooks come before, with the models and state dicts, as with DDP.
@@ -559,18 +585,6 @@ def _asked_parallelism(kwargs: dict[str, Any]) -> Any:
     if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
         return ParallelismConfig()
     return given
-
-
-class _Models(list[nn.Module]):
-    """The prepared models.
-
-    Accelerate takes the model with an optimizer's index, but there may be more optimizers than
-    models. Our checkpoints find the model by the parameters.
-    """
-
-    def __getitem__(self, index: Any) -> Any:
-        is_beyond = isinstance(index, int) and index >= len(self)
-        return None if is_beyond else super().__getitem__(index)
 
 
 _switched_off: WeakSet[nn.Module] = WeakSet()

@@ -11,87 +11,38 @@ fsdp_vescale_sealed       the same directories, with a CRC32 of each byte
 The format is detected at a load. The number of processes may differ. A load runs no code from the
 files.
 
-Accelerate and the Trainer import four functions by name. `register` replaces them by ours, which
-call Accelerate's functions for other plug-ins.
+`VeScaleAccelerator` and `VeScaleTrainer` call these functions where Accelerate and the Trainer call
+Accelerate's own for torch's FSDP.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
-from accelerate.utils import fsdp_utils  # type: ignore[import-untyped]
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, checkpoint
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.contents import Weights
 from vescale_fsdp.checkpoint.saving import begin_save
-from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
+from vescale_fsdp.ranks import everyone
 from vescale_fsdp_accelerate.replacing import Replacement
 from vescale_fsdp_accelerate.saving import replace_directory, replace_file
-from vescale_fsdp_accelerate.trainer import is_peft
 
-__all__ = [
-    "load_model",
-    "load_optimizer",
-    "register",
-    "save_model",
-    "save_optimizer",
-    "verify",
-]
+__all__ = ["is_peft", "load_model", "load_optimizer", "save_model", "save_optimizer", "verify"]
 
 _MODEL, _OPTIMIZER = "pytorch_model_fsdp", "optimizer"
-
-
-def register() -> None:
-    """Replace Accelerate's functions by ours for checkpoints of our plug-in. Idempotent."""
-    ours: dict[str, Callable[..., Any]] = {
-        "save_fsdp_model": save_model,
-        "load_fsdp_model": load_model,
-        "save_fsdp_optimizer": save_optimizer,
-        "load_fsdp_optimizer": load_optimizer,
-    }
-    for name, function in ours.items():
-        stock = getattr(fsdp_utils, name)
-        if hasattr(stock, "_vescale_fsdp"):
-            return
-        chosen = _chooser(stock, function)
-        for module in ("accelerate.utils.fsdp_utils", "accelerate.utils", "accelerate.accelerator"):
-            setattr(import_module(module), name, chosen)
-        if "transformers.trainer" in sys.modules:
-            setattr(sys.modules["transformers.trainer"], name, chosen)
-
-
-def _chooser(stock: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)  # the Trainer inspects the signature
-    def choose(fsdp_plugin: Any, *args: Any, **kwargs: Any) -> Any:
-        function = ours if isinstance(fsdp_plugin, VeScaleFSDPPlugin) else stock
-        return function(fsdp_plugin, *args, **kwargs)
-
-    choose._vescale_fsdp = True  # type: ignore[attr-defined]
-    return choose
 
 
 # Models
 
 
 def save_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: nn.Module,
-    output_dir: str,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
+    accelerator: Any, model: nn.Module, output_dir: str, index: int = 0, adapter_only: bool = False
 ) -> None:
     """Save a model. Collective.
 
@@ -99,18 +50,19 @@ def save_model(
         adapter_only: save only the trained parameters of a ``peft`` model.
     """
     begin_save()
-    changed: dict[str, Any] | None = getattr(accelerator, "states_of_hooks", {}).get(id(model))
+    plugin = accelerator.state.fsdp_plugin
+    changed: dict[str, Any] | None = accelerator.states_of_hooks.get(id(model))
     weights: Weights = _weights(model, adapter_only) if changed is None else changed
     folder = _made(output_dir)
-    path = folder / f"{_MODEL}_{model_index}"
-    if fsdp_plugin.sealed:
+    path = folder / f"{_MODEL}_{index}"
+    if plugin.sealed:
         replace_directory(path, lambda new: checkpoint.save(new, model, rng=False, weights=weights))
-    elif _is_full(fsdp_plugin):
+    elif _is_full(plugin):
         state = changed
         if state is None:
             state = full.model_state(model, trained_only=weights == "trained")
         replace_file(
-            folder / _numbered(_MODEL, model_index),
+            folder / _numbered(_MODEL, index),
             full.gathered(state, keep=accelerator.is_main_process),
         )
     else:
@@ -118,65 +70,55 @@ def save_model(
 
 
 def load_model(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    model: nn.Module,
-    input_dir: str,
-    model_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
-) -> Any:
+    accelerator: Any, model: nn.Module, input_dir: str, index: int = 0, adapter_only: bool = False
+) -> None:
     """Load a model in place. The format is detected. Collective.
 
     Raises:
         CheckpointIncompleteError: there is no checkpoint.
         CheckpointCorruptError: bytes of a sealed one differ from those that were saved.
     """
-    if id(model) in getattr(accelerator, "loaded_by_hooks", ()):
-        return _IncompatibleKeys([], [])
+    if id(model) in accelerator.loaded_by_hooks:
+        return
     weights = _weights(model, adapter_only)
     folder = Path(input_dir)
-    name = f"{_MODEL}_{model_index}"
-    found = _found(folder, name, _numbered(_MODEL, model_index), fsdp_plugin)
+    name = f"{_MODEL}_{index}"
+    found = _found(folder, name, _numbered(_MODEL, index), accelerator.state.fsdp_plugin)
     if found.is_file():
         state = torch.load(found, map_location="cpu", mmap=True, weights_only=True)
-        result = full.load_model(model, state, strict=weights == "all")
+        full.load_model(model, state, strict=weights == "all")
+    elif _is_sealed(found):
+        checkpoint.load(found, model, rng=False, weights=weights)
     else:
-        if _is_sealed(found):
-            checkpoint.load(found, model, rng=False, weights=weights)
-        else:
-            checkpoint.import_dcp(found, model, model_key="model", weights=weights)
-        result = _IncompatibleKeys([], [])
+        checkpoint.import_dcp(found, model, model_key="model", weights=weights)
     accelerator.wait_for_everyone()
-    return result
 
 
 # Optimizers
 
 
 def save_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: nn.Module,
-    output_dir: str,
-    optimizer_index: int = 0,
-    use_dcp: bool = True,
+    accelerator: Any, optimizer: Any, output_dir: str, index: int = 0, model: Any = None
 ) -> None:
-    """Save an optimizer by the names of its parameters. Collective."""
+    """Save an optimizer by the names of its parameters. Collective.
+
+    Args:
+        model: that it may be of, if not one of those that were prepared.
+    """
     begin_save()
+    plugin = accelerator.state.fsdp_plugin
     plain = _plain(optimizer)
     models = full.owner(_candidates(accelerator, model), plain)
     folder = _made(output_dir)
-    path = folder / f"{_OPTIMIZER}_{optimizer_index}"
-    if fsdp_plugin.sealed:
+    path = folder / f"{_OPTIMIZER}_{index}"
+    if plugin.sealed:
         replace_directory(
             path, lambda new: checkpoint.save(new, models, plain, rng=False, weights="none")
         )
-    elif _is_full(fsdp_plugin):
+    elif _is_full(plugin):
         state = full.optimizer_state(models, plain)
         replace_file(
-            folder / _numbered(_OPTIMIZER, optimizer_index),
+            folder / _numbered(_OPTIMIZER, index),
             full.gathered(state, keep=accelerator.is_main_process),
         )
     else:
@@ -186,14 +128,7 @@ def save_optimizer(
 
 
 def load_optimizer(
-    fsdp_plugin: Any,
-    accelerator: Any,
-    optimizer: Any,
-    model: nn.Module,
-    input_dir: str,
-    optimizer_index: int = 0,
-    adapter_only: bool = False,
-    use_dcp: bool = True,
+    accelerator: Any, optimizer: Any, input_dir: str, index: int = 0, model: Any = None
 ) -> None:
     """Load an optimizer in place. The format is detected. Collective.
 
@@ -204,8 +139,9 @@ def load_optimizer(
     """
     plain = _plain(optimizer)
     models = full.owner(_candidates(accelerator, model), plain)
-    file = _numbered(_OPTIMIZER, optimizer_index)
-    found = _found(Path(input_dir), f"{_OPTIMIZER}_{optimizer_index}", file, fsdp_plugin)
+    file = _numbered(_OPTIMIZER, index)
+    plugin = accelerator.state.fsdp_plugin
+    found = _found(Path(input_dir), f"{_OPTIMIZER}_{index}", file, plugin)
     if found.is_file():
         saved = torch.load(found, map_location="cpu", mmap=True, weights_only=True)
         full.load_optimizer(models, plain, saved)
@@ -228,17 +164,25 @@ def verify(folder: Path) -> None:
         CheckpointCorruptError: bytes differ from those that were saved. Raised on all processes.
     """
     sealed = [each for each in sorted(folder.iterdir()) if _is_sealed(each)]
-    faults: list[str] = []
-    for path in sealed[dist.get_rank() :: dist.get_world_size()]:
-        try:
-            checkpoint.verify(path)
-        except (CheckpointCorruptError, CheckpointIncompleteError) as error:
-            faults.append(str(error))
-    of_all: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_all, faults)
-    if any(of_all):
-        found = [fault for each in of_all for fault in each]
-        raise CheckpointCorruptError("nothing was loaded: " + "\n".join(found))
+    ranks = everyone()
+
+    def check() -> list[str]:
+        faults: list[str] = []
+        for path in sealed[ranks.rank :: ranks.size]:
+            try:
+                checkpoint.verify(path)
+            except (CheckpointCorruptError, CheckpointIncompleteError) as error:
+                faults.append(str(error))
+            ranks.still()
+        return faults
+
+    def combine(found: list[list[str]]) -> list[None]:
+        if any(found):
+            faults = [fault for each in found for fault in each]
+            raise CheckpointCorruptError("nothing was loaded: " + "\n".join(faults))
+        return [None] * len(found)
+
+    ranks.together(f"the check of {folder}", check, combine)
 
 
 def _candidates(accelerator: Any, model: nn.Module | None) -> list[nn.Module]:
@@ -255,6 +199,11 @@ def _plain(optimizer: Any) -> Optimizer:
 
 
 # Files
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether a model is one of ``peft``, without importing it."""
+    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
 
 
 def _is_full(plugin: Any) -> bool:

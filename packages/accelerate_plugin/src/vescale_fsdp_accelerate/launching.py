@@ -1,6 +1,7 @@
-"""Changes ``accelerate launch``: ``--config``, our keys in the yaml, CPUs, workers' environment.
+"""``accelerate launch`` for a yaml with our keys: ``--config``, CPUs, the workers' environment.
 
-`add_to_launcher` gets Accelerate's module right after its import.
+`look` gets Accelerate's module right after its import. If the yaml that the command line names has
+none of our keys, nothing changes.
 """
 
 from __future__ import annotations
@@ -8,62 +9,113 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from vescale_fsdp_accelerate import options
 
-__all__ = ["add_to_launcher", "check_config"]
+__all__ = ["check_config", "look"]
+
+_CONFIG_FILE = ("--config_file", "--config-file", "--config")
+_OTHER_ENGINES = ("use_deepspeed", "use_megatron_lm", "tpu")
 
 
-def add_to_launcher(module: ModuleType) -> None:
-    """Make ``accelerate launch`` accept ``--config`` and read our keys."""
-    make_parser, validate = module.launch_command_parser, module._validate_launch_command
-    make_environment = module.prepare_multi_gpu_env
+def look(module: ModuleType) -> None:
+    """Make the launcher run our engine, if its yaml has a key of ours. The yaml is read once."""
+    place, file = _named(module)
+    config = _read(file)
+    if config is None:
+        return
+    if place is not None:  # Accelerate knows --config_file only
+        sys.argv[place] = "=".join([_CONFIG_FILE[0], *sys.argv[place].split("=", 1)[1:]])
+    launch = module.launch_command
 
-    @functools.wraps(make_parser)
-    def launch_command_parser(*args: Any, **kwargs: Any) -> Any:
-        return _with_alias(make_parser(*args, **kwargs))
+    @functools.wraps(launch)
+    def launch_command(args: argparse.Namespace) -> None:
+        if (args.config_file or module.default_config_file) == file:
+            _launch(module, config, args)
+        else:
+            launch(args)
 
-    @functools.wraps(validate)
-    def _validate_launch_command(args: argparse.Namespace) -> Any:
-        on_cpu, args.cpu = args.cpu, False
-        config = _config_of(module, args)
-        found = None if config is None else check_config(vars(config))
-        if found is None:
-            args.cpu = on_cpu
-            return validate(args)
-        result = validate(args)
-        _adapt(args, found, on_cpu)
-        return result
+    module.launch_command = launch_command  # type: ignore[attr-defined]
+    base = import_module("accelerate.commands.config.config_args").BaseConfig
+    process = base.process_config
 
-    @functools.wraps(make_environment)
-    def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
-        environment: dict[str, str] = make_environment(args)
-        found = getattr(args, "vescale_fsdp", None)
-        if found is not None:
-            if args.use_cpu:
-                environment["ACCELERATE_USE_CPU"] = "true"
-            environment |= options.to_environment(found, environment)
-        return environment
-
-    module.launch_command_parser = launch_command_parser  # type: ignore[attr-defined]
-    module._validate_launch_command = _validate_launch_command  # type: ignore[attr-defined]
-    module.prepare_multi_gpu_env = prepare_multi_gpu_env  # type: ignore[attr-defined]
+    # Accelerate refuses the guard line where this has not run.
+    base.process_config = staticmethod(
+        lambda found: process({key: found[key] for key in found if key != options.GUARD})
+    )
 
 
-def _with_alias(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    for action in parser._actions:
-        if action.dest == "config_file" and "--config" not in parser._option_string_actions:
-            action.option_strings = [*action.option_strings, "--config"]
-            parser._option_string_actions["--config"] = action
-    return parser
+def _named(module: ModuleType) -> tuple[int | None, str]:
+    """Return where the launcher's command line names a yaml, and which; else the default one."""
+    known = module.launch_command_parser()._option_string_actions
+    place = 2 if sys.argv[1:2] == ["launch"] else 1
+    while place < len(sys.argv) and sys.argv[place].startswith("-"):  # what follows is the script's
+        name, is_whole, value = sys.argv[place].partition("=")
+        if name in _CONFIG_FILE:
+            return place, value if is_whole else "".join(sys.argv[place + 1 : place + 2])
+        takes_none = name not in known or known[name].nargs == 0
+        place += 1 if is_whole or takes_none else 2
+    return None, module.default_config_file
 
 
-def _config_of(module: ModuleType, args: argparse.Namespace) -> Any:
-    if args.config_file is None and not os.path.isfile(module.default_config_file):
+def _read(file: str) -> dict[str, Any] | None:
+    """Return what a yaml has, if a key of ours is in it. Whatever else it is, is not for us."""
+    import yaml  # type: ignore[import-untyped]
+
+    if not os.path.isfile(file):
         return None
-    return module.load_config_from_file(args.config_file)
+    try:
+        with open(file, encoding="utf-8") as stream:
+            config = yaml.safe_load(stream)
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    inner = config.get("fsdp_config")
+    keys = [str(key) for key in inner] if isinstance(inner, dict) else []
+    is_ours = any(key == options.ENGINE_KEY or key.startswith(options.PREFIX) for key in keys)
+    return config if is_ours or options.GUARD in config else None
+
+
+def _launch(module: ModuleType, config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Start the processes of a job. In place of Accelerate's ``launch_command``.
+
+    Raises:
+        ValueError: an option is wrong, or asks for another engine. No process has been started.
+    """
+    found = check_config(config)
+    if found is None:
+        raise ValueError(
+            f"the yaml has the line '{options.GUARD}' and does not turn veScale-FSDP on: add "
+            f"'{options.ENGINE_KEY}: vescale' under fsdp_config, or remove that line to train "
+            "with Accelerate's own engines"
+        )
+    for name in _OTHER_ENGINES:
+        if getattr(args, name, False):
+            raise ValueError(
+                f"--{name} and '{options.ENGINE_KEY}: vescale' in the yaml ask for two engines; "
+                "leave one of them out"
+            )
+    # With --cpu Accelerate starts one process, and none of the variables of FSDP are set.
+    on_cpu, args.cpu = args.cpu, False
+    args, *_ = module._validate_launch_command(args)
+    args.use_fsdp = True
+    offloads = str(args.fsdp_activation_checkpointing_offload).lower()
+    environment = options.to_environment(found, {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": offloads})
+    # These are variables that Accelerate sets from its arguments.
+    args.fsdp_version = environment.pop("FSDP_VERSION")
+    args.fsdp_activation_checkpointing_offload = environment.pop(
+        "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"
+    )
+    if args.use_cpu or on_cpu:
+        args.use_cpu = True
+        environment["ACCELERATE_USE_CPU"] = "true"
+    with module.patch_environment(**environment):
+        module.multi_gpu_launcher(args)
 
 
 def check_config(config: dict[str, Any]) -> options.Options | None:
@@ -92,10 +144,3 @@ def check_config(config: dict[str, Any]) -> options.Options | None:
     if str(strategy).upper() not in ("FULL_SHARD", "1"):
         options.refuse_strategy("fsdp_sharding_strategy", strategy)
     return options.from_config(fsdp_config)
-
-
-def _adapt(args: argparse.Namespace, found: options.Options, on_cpu: bool) -> None:
-    """Change the launcher's arguments so that all processes start and connect, also on CPUs."""
-    args.vescale_fsdp = found
-    args.use_fsdp, args.fsdp_version = True, 2
-    args.use_cpu = bool(args.use_cpu or on_cpu)

@@ -8,7 +8,6 @@ could not be updated from that model (``sync_ref_model=True``).
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -39,6 +38,4 @@ def _replace(module: ModuleType) -> None:
         return sharded.eval()
 
     prepare_fsdp._vescale_fsdp = True  # type: ignore[attr-defined]
-    for name, each in list(sys.modules.items()):  # other modules may have imported it by name
-        if name.partition(".")[0] == "trl" and vars(each).get("prepare_fsdp") is stock:
-            each.prepare_fsdp = prepare_fsdp  # type: ignore[attr-defined]
+    module.prepare_fsdp = prepare_fsdp  # type: ignore[attr-defined]

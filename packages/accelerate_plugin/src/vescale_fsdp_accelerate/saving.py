@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from vescale_fsdp import CheckpointIncompleteError, RankMismatchError
+from vescale_fsdp.ranks import everyone
 
 __all__ = [
     "begin",
@@ -37,6 +37,8 @@ __all__ = [
     "replace_directory",
     "replace_file",
 ]
+
+_WHAT = "the save or load of a checkpoint"
 
 _SAVING, _SAVED = ".saving", ".saved"
 
@@ -185,7 +187,7 @@ def replace_directory(path: Path, write: Callable[[Path], Any]) -> None:
 
 def in_first(work: Callable[[], Any]) -> None:
     """Call a function in the first process. If it raises, all processes raise."""
-    in_each(work if dist.get_rank() == 0 else lambda: None)
+    everyone().from_first(_WHAT, lambda: work() and None)
 
 
 def in_each(work: Callable[[], Any], *, alike: str = "") -> None:
@@ -197,25 +199,19 @@ def in_each(work: Callable[[], Any], *, alike: str = "") -> None:
     Raises:
         RankMismatchError: it is not.
     """
-    error: Exception | None = None
-    result: Any = None
-    try:
-        result = work()
-    except Exception as caught:  # noqa: BLE001  every process must learn of it
-        error = caught
-    replies: list[Any] = [None] * dist.get_world_size()
-    mine = None if error is None else f"{type(error).__name__}: {error}"
-    dist.all_gather_object(replies, (mine, result if alike else None))
-    found = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(replies) if text]
-    if found:
-        raise error or OSError("\n".join(found))
-    for rank, (_, other) in enumerate(replies):
-        if other != replies[0][1]:
-            raise RankMismatchError(
-                f"{alike} differ: {_shown(replies[0][1], other)} on rank 0, and "
-                f"{_shown(other, replies[0][1])} on rank {rank}. Make the same changes in every "
-                "process, not in the main process alone"
-            )
+
+    def compare(results: list[Any]) -> list[Any]:
+        first = results[0]
+        for rank, other in enumerate(results):
+            if other != first:
+                raise RankMismatchError(
+                    f"{alike} differ: {_shown(first, other)} on rank 0, and "
+                    f"{_shown(other, first)} on rank {rank}. Make the same changes in every "
+                    "process, not in the main process alone"
+                )
+        return [None] * len(results)
+
+    everyone().together(_WHAT, work, compare if alike else None)
 
 
 def _shown(own: Any, other: Any) -> str:

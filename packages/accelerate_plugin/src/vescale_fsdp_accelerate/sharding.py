@@ -34,6 +34,7 @@ from vescale_fsdp import (
     late_modules,
     repeated_blocks,
 )
+from vescale_fsdp.ranks import everyone
 from vescale_fsdp_accelerate.plans import Meshes, Plans
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 
@@ -331,11 +332,12 @@ class Sharder:
             left_alone |= {id(param) for param in ignored}
         tensors = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in left_alone]
         # If the model is on the meta device in the first process too, there are no values to send.
-        flags = [[tensor.is_meta for tensor in tensors]]
-        dist.broadcast_object_list(flags, src=0)
+        flags = everyone().from_first(
+            "the broadcast of a model", lambda: [tensor.is_meta for tensor in tensors]
+        )
         made: dict[int, torch.Tensor] = {}
         with torch.no_grad():
-            for tensor, first_lacks in zip(tensors, flags[0], strict=True):
+            for tensor, first_lacks in zip(tensors, flags, strict=True):
                 if first_lacks:
                     continue
                 if tensor.is_meta:

@@ -1,4 +1,4 @@
-"""Replaces methods of ``transformers.Trainer`` for models that our plug-in has sharded.
+"""``transformers.Trainer`` for models that our plug-in has sharded.
 
 ``save_model`` writes files that ``from_pretrained`` reads. Under ``SHARDED_STATE_DICT`` the
 Trainer's own method does nothing, and the directory of a checkpoint does not exist yet when the
@@ -13,109 +13,134 @@ for ``checkpoint-N``          in addition to `checkpoints`: the adapters' files,
 
 A subclass with a ``_save`` of its own, for models of its own (sentence-transformers), is called in
 the first process of the save, while all parameters are unsharded.
-
-``compute_loss_context_manager`` keeps the root's parameters unsharded after its forward in
-evaluation, as they are in training, because ``compute_loss`` may use them. The training loop is
-wrapped for `ElasticCallback`. A step of ``predict_with_generate`` runs in `generating`, because
-``generate`` calls an encoder by itself, before the model has run.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from transformers.trainer import Trainer
 
-from vescale_fsdp import FSDPModule, generating, unsharded
+from vescale_fsdp import FSDPModule, unsharded
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.saving import begin_save
-from vescale_fsdp_accelerate import elastic_loop
+from vescale_fsdp.ranks import everyone
+from vescale_fsdp_accelerate import checkpoints
+from vescale_fsdp_accelerate.checkpoints import is_peft
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.saving import in_each, in_first
-from vescale_fsdp_hook import when_imported
 
-__all__ = ["is_peft", "register"]
+__all__ = ["VeScaleTrainer"]
 
-
-def register() -> None:
-    """Replace the Trainer's methods by ours for models of our plug-in. Idempotent."""
-    when_imported("transformers.trainer", _replace)
-    when_imported("transformers.trainer_seq2seq", _replace_in_seq2seq)
+_SCHEDULE = "scheduler.pt"
 
 
-def _replace(module: ModuleType) -> None:
-    stock_save: Callable[..., None] = module.Trainer.save_model
-    stock_context: Callable[..., ExitStack] = module.Trainer.compute_loss_context_manager
-    if hasattr(stock_save, "_vescale_fsdp"):
-        return
+class VeScaleTrainer(Trainer):
+    """``transformers.Trainer`` in the workers of a job that asks for us (see `_autoload`).
 
-    @functools.wraps(stock_save)
-    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    With an accelerator that is not ours each method is that of the Trainer.
+    """
+
+    # Of the Trainer's class.
+    args: Any
+    lr_scheduler: Any
+    model: Any
+    state: Any
+
+    @property
+    def _plugin(self) -> VeScaleFSDPPlugin | None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if isinstance(plugin, VeScaleFSDPPlugin):
-            _save(self, plugin, output_dir or self.args.output_dir, _internal_call)
-        else:
-            stock_save(self, output_dir, _internal_call)
+        return plugin if isinstance(plugin, VeScaleFSDPPlugin) else None
 
-    @functools.wraps(stock_context)
-    def compute_loss_context_manager(self: Any) -> ExitStack:
-        stack = stock_context(self)
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Train; in the loop of an `ElasticCallback`, if there is one."""
+
+        def train() -> Any:
+            return super(VeScaleTrainer, self)._inner_training_loop(*args, **kwargs)
+
+        for each in self.callback_handler.callbacks:
+            if hasattr(each, "repeat") and self._plugin is not None:
+                return each.repeat(self, train)
+        return train()
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """Keep the root unsharded after its forward also in evaluation: the loss may use it."""
+        stack: ExitStack = super().compute_loss_context_manager()
         # After a forward with gradients the root stays unsharded for backward.
         if isinstance(self.model, FSDPModule) and not torch.is_grad_enabled():
             stack.enter_context(unsharded(self.model, recurse=False))  # type: ignore[arg-type]
         return stack
 
-    save_model._vescale_fsdp = True  # type: ignore[attr-defined]
-    module.Trainer.save_model = save_model
-    module.Trainer.compute_loss_context_manager = compute_loss_context_manager
-    elastic_loop.replace(module.Trainer)
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save a model for ``from_pretrained``. Collective: all see the files afterwards."""
+        plugin = self._plugin
+        if plugin is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        begin_save()
+        folder = output_dir or self.args.output_dir
+        in_first(lambda: Path(folder).mkdir(parents=True, exist_ok=True))
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        is_full = plugin.state_dict_type.name == "FULL_STATE_DICT"
+        by_itself = _saves_by_itself(self, model)
+        if _internal_call and not (is_full or is_peft(model) or by_itself):
+            return
+        if by_itself:
+            with unsharded(model):
+                in_each(lambda: self._save(folder) if self.args.should_save else None)
+        else:
+            state = _state_of_adapters(model) if is_peft(model) else full.model_state(model)
+            whole = full.gathered(state, keep=self.args.should_save)
+            with _prompts_gathered(model):
+                in_each(lambda: self._save(folder, state_dict=whole))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    # The Trainer's own methods call functions of Accelerate for torch's FSDP.
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._plugin is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        checkpoints.save_model(self.accelerator, self.model, output_dir, adapter_only=True)
+        checkpoints.save_optimizer(self.accelerator, self.optimizer, output_dir, model=self.model)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULE))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._plugin is None or checkpoint is None:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        schedule = Path(checkpoint, _SCHEDULE)
+        if schedule.is_file() and _has(checkpoint, "optimizer*"):
+            optimizer, model = self.optimizer, self.model
+            checkpoints.load_optimizer(self.accelerator, optimizer, checkpoint, model=model)
+            self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        is_there = _has(resume_from_checkpoint, "pytorch_model*", "model.safetensors")
+        if self._plugin is None or not is_there:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # adapters' files
+            return
+        own = self.model if model is None else model
+        checkpoints.load_model(self.accelerator, own, resume_from_checkpoint, adapter_only=True)
+
+    def _load_best_model(self) -> None:
+        if self._plugin is None:
+            super()._load_best_model()
+            return
+        best = self.state.best_model_checkpoint
+        checkpoints.load_model(self.accelerator, self.model, best, adapter_only=True)
 
 
-def _replace_in_seq2seq(module: ModuleType) -> None:
-    stock: Callable[..., Any] = module.Seq2SeqTrainer.prediction_step
-    if hasattr(stock, "_vescale_fsdp"):
-        return
-
-    @functools.wraps(stock)
-    def prediction_step(
-        self: Any, model: nn.Module, inputs: Any, prediction_loss_only: bool, *args: Any, **how: Any
-    ) -> Any:
-        generates = self.args.predict_with_generate and not prediction_loss_only
-        is_ours = generates and isinstance(self.model, FSDPModule)
-        with generating(self.model) if is_ours else nullcontext():
-            return stock(self, model, inputs, prediction_loss_only, *args, **how)
-
-    prediction_step._vescale_fsdp = True  # type: ignore[attr-defined]
-    module.Seq2SeqTrainer.prediction_step = prediction_step
-
-
-def _save(trainer: Any, plugin: VeScaleFSDPPlugin, folder: str, is_checkpoint: bool) -> None:
-    """Save a model for ``from_pretrained``. Collective: all processes see the files afterwards."""
-    begin_save()
-    in_first(lambda: Path(folder).mkdir(parents=True, exist_ok=True))
-    model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    is_full = plugin.state_dict_type.name == "FULL_STATE_DICT"
-    by_itself = _saves_by_itself(trainer, model)
-    if is_checkpoint and not (is_full or is_peft(model) or by_itself):
-        return
-    if by_itself:
-        with unsharded(model):
-            in_each(lambda: trainer._save(folder) if trainer.args.should_save else None)
-    else:
-        state = _state_of_adapters(model) if is_peft(model) else full.model_state(model)
-        whole = full.gathered(state, keep=trainer.args.should_save)
-        with _prompts_gathered(model):
-            in_each(lambda: trainer._save(folder, state_dict=whole))
-    if trainer.args.push_to_hub and not is_checkpoint:
-        trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+def _has(folder: str, *patterns: str) -> bool:
+    return any(True for pattern in patterns for _ in Path(folder).glob(pattern))
 
 
 def _saves_by_itself(trainer: Any, model: nn.Module) -> bool:
@@ -124,14 +149,9 @@ def _saves_by_itself(trainer: Any, model: nn.Module) -> bool:
     It may take no notice of a state dict, and ask the modules for their parameters, as that of
     sentence-transformers does. So these have to be whole.
     """
-    stock = sys.modules["transformers.trainer"].Trainer._save
     known = sys.modules["transformers.modeling_utils"].PreTrainedModel
-    return type(trainer)._save is not stock and not (isinstance(model, known) or is_peft(model))
-
-
-def is_peft(model: nn.Module) -> bool:
-    """Whether a model is one of ``peft``, without importing it."""
-    return "peft" in sys.modules and isinstance(model, sys.modules["peft"].PeftModel)
+    is_own = type(trainer)._save is not Trainer._save
+    return is_own and not (isinstance(model, known) or is_peft(model))
 
 
 def _state_of_adapters(model: Any) -> dict[str, Any]:
@@ -145,9 +165,8 @@ def _state_of_adapters(model: Any) -> dict[str, Any]:
     if any(config.is_prompt_learning for config in model.peft_config.values()):
         return full.model_state(model, trained_only=True)
     state = full.model_state(model)
-    names: list[Any] = [None]
 
-    def choose() -> None:
+    def choose() -> list[str] | None:
         # peft gets tensors of the same shapes that need no memory, and selects those to write.
         stand_ins = {
             name: torch.empty((), dtype=value.dtype).expand(value.shape)
@@ -159,12 +178,12 @@ def _state_of_adapters(model: Any) -> dict[str, Any]:
             found = sys.modules["peft"].get_peft_model_state_dict(model, stand_ins, adapter)
             chosen |= {id(value): value for value in found.values()}
         if chosen.keys() <= {id(value) for value in stand_ins.values()}:
-            names[0] = [name for name, value in stand_ins.items() if id(value) in chosen]
+            return [name for name, value in stand_ins.items() if id(value) in chosen]
+        return None
 
-    in_first(choose)
-    dist.broadcast_object_list(names)
+    names = everyone().from_first("the choice of adapters to save", choose)
     # If peft returns computed tensors instead, it needs the whole state.
-    return state if names[0] is None else {name: state[name] for name in names[0]}
+    return state if names is None else {name: state[name] for name in names}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 __all__ = [
@@ -133,3 +134,19 @@ def _package_at(level: int) -> str:
         return ""
     name: str = frame.f_globals.get("__name__", "")
     return name.partition(".")[0]
+
+
+def companion(package: str, asks: str, install: str) -> None:
+    """Check that a package is installed that is not part of the core.
+
+    Args:
+        asks: what the user has written that needs it.
+        install: what pip is to install.
+
+    Raises:
+        ImportError: it is not there.
+    """
+    if find_spec(package) is None:
+        raise ImportError(
+            f"{asks} needs {package}, which is not installed: pip install '{install}'"
+        )

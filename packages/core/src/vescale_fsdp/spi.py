@@ -8,7 +8,7 @@ are provisional: they may change in each version, and nothing else should use th
 * Process groups, the parameters' local tensors, and the move of a model to other ranks.
 """
 
-from vescale_fsdp import engine, interruptible, waiting
+from vescale_fsdp import engine
 from vescale_fsdp.backends import backends_of, is_fake
 from vescale_fsdp.checkpoint import parts
 from vescale_fsdp.checkpoint.contents import (
@@ -33,39 +33,38 @@ from vescale_fsdp.checkpoint.files import (
     size_of,
     write_errors,
 )
+from vescale_fsdp.checkpoint.full import model_state
 from vescale_fsdp.checkpoint.loading import load_from, parts_of
 from vescale_fsdp.checkpoint.manifest import NAME as MANIFEST
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal, Span
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
-from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks
 from vescale_fsdp.checkpoint.saving import finish_saves, leave_saves
 from vescale_fsdp.checkpoint.seal import data_name, read_manifest
 from vescale_fsdp.compat import (
     FileStore,
     Store,
     agents_in,
-    all_reduce,
     count_groups_from_zero,
     forget_stages,
     local_tensor,
-    new_gloo_group,
 )
 from vescale_fsdp.engine import (
-    AbsentError,
     check_reduced,
     check_remesh,
     unreduced_parameters,
 )
+from vescale_fsdp.ranks import AbsentError, Ranks, everyone, limit_s, threads, waits
+from vescale_fsdp.ranks.collectives import all_reduce, new_gloo_group
 
 remesh = engine.remesh  # not imported: a file has that name, too
 
 __all__ = [
     "MANIFEST", "PER_RANK", "AbsentError", "Contents", "DataReader", "FileStore", "LocalPlan",
     "Manifest", "NamedOptimizer", "Optimizers", "Ranks", "Seal", "Span", "Stateful", "Store",
-    "agents_in", "all_ranks", "all_reduce", "backends_of", "bytes_of", "capture", "check_reduced",
-    "check_remesh", "collect", "count_groups_from_zero", "data_name", "divide", "finish_saves",
-    "forget_stages", "interruptible", "is_fake", "leave_saves", "load_from",
-    "local_tensor", "named", "new_gloo_group", "parts", "parts_of", "read_manifest", "read_regular",
-    "remesh", "restore", "restorer", "seed_for", "size_of", "unreduced_parameters", "waiting",
-    "weights_of", "write_errors",
+    "agents_in", "all_reduce", "backends_of", "bytes_of", "capture", "check_reduced",
+    "check_remesh", "collect", "count_groups_from_zero", "data_name", "divide", "everyone",
+    "finish_saves", "forget_stages", "is_fake", "leave_saves", "limit_s", "load_from",
+    "local_tensor", "model_state", "named", "new_gloo_group", "parts", "parts_of", "read_manifest",
+    "read_regular", "remesh", "restore", "restorer", "seed_for", "size_of", "threads",
+    "unreduced_parameters", "waits", "weights_of", "write_errors",
 ]  # fmt: skip

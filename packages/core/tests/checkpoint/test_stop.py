@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import RankMismatchError, checkpoint, waiting
+from vescale_fsdp import RankMismatchError, checkpoint
 from vescale_fsdp.checkpoint.stop import Tally
-from vescale_fsdp.engine.store import store_for
+from vescale_fsdp.ranks import everyone, waits
 from vescale_fsdp.testing import run_ranks
 
 # Every order of events: the real `Tally`, with threads, store and steps as a model
@@ -215,7 +215,7 @@ def test_closing_gives_back_the_handlers_and_ends_the_thread() -> None:
 
 def rank_0_waits_for_one_that_never_comes() -> float:
     if dist.get_rank() == 1:
-        store_for([0, 1], 60.0)  # it has begun as the others, and goes no further
+        everyone().store(60.0)  # it has begun as the others, and goes no further
         dist.barrier()
         return 0.0
     with checkpoint.StopOnSignal(timeout_s=0.5) as stop:
@@ -272,7 +272,7 @@ def waits_until_it_is_cut_off() -> None:
         if dist.get_rank() == 1:
             return  # it does not answer
         os.kill(os.getpid(), signal.SIGTERM)
-        threading.Timer(0.5, waiting.close, ([dist.group.WORLD], "rank 1 is gone")).start()
+        threading.Timer(0.5, waits.abort, ("rank 1 is gone", [dist.group.WORLD])).start()
         stop._peers._tally.tell()  # so that only an answer would end the wait
         with pytest.raises(RankMismatchError):
             stop.requested()
@@ -285,11 +285,11 @@ def test_a_rank_that_is_cut_off_does_not_wait_for_answers() -> None:
 
 def leaves_when_the_other_has_died() -> float:
     if dist.get_rank() == 1:
-        store_for([0, 1], 60.0)  # it has begun as the other, and goes no further
+        everyone().store(60.0)  # it has begun as the other, and goes no further
         return 0.0
     stop = checkpoint.StopOnSignal(timeout_s=100)  # of the wait of its thread
     os.kill(os.getpid(), signal.SIGTERM)
-    waiting.close([dist.group.WORLD], "rank 1 has died")
+    waits.abort("rank 1 has died", [dist.group.WORLD])
     with pytest.raises(RankMismatchError):
         stop.requested()
     begin = time.monotonic()

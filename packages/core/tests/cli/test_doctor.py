@@ -14,10 +14,10 @@ import psutil
 import pytest
 import torch
 
-from vescale_fsdp import compat
 from vescale_fsdp.cli import doctor, main
 from vescale_fsdp.cli.checkup import Section, devices, look, steps
 from vescale_fsdp.cli.checkup.devices import Outcome, ask_torch
+from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import RankError, RankFailure, run_ranks
 
 Capture = pytest.CaptureFixture[str]
@@ -309,8 +309,8 @@ def check_wrong_numbers() -> None:
         return Done()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compat, "all_gather_single", keep)
-        patch.setattr(compat, "all_to_all_single", keep)
+        patch.setattr(collectives, "all_gather_single", keep)
+        patch.setattr(collectives, "all_to_all_single", keep)
         with pytest.raises(AssertionError, match=r"received \[1\.0, 1\.0, .* instead of \[0\.0, "):
             steps._all_gather(FOLDER)
         with pytest.raises(AssertionError, match=r"received \[1\.0, 1\.0, .* instead of \["):

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale_fsdp import waiting
 from vescale_fsdp.dbuffer import Comm, DBuffer, PendingReduce, SlabPool, choose_reduction
 from vescale_fsdp.dbuffer.collectives import Reduction
 from vescale_fsdp.planner import plan
+from vescale_fsdp.ranks import waits
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import CPU, OFFSETS, SHAPES, SHARD_SIZES, is_gap, make_layout, random, random_tensors
@@ -94,7 +94,7 @@ def check_gather_cost() -> None:
         buffer = make_buffer(full_dtype)
         with CommDebugMode() as traffic, Recorder() as recorder:
             work = comm.start_gather(buffer)
-            assert isinstance(work, waiting.Bounded)  # under way: it is the caller who waits
+            assert isinstance(work, waits.Bounded)  # under way: it is the caller who waits
             work.wait()
         assert traffic.get_total_counts() == 1
         assert [name for name in recorder.names if name.startswith("aten::")] == casts
@@ -188,7 +188,7 @@ def check_bytes_and_flight(reduction: Reduction, dtype: torch.dtype, scratch: li
     with CommDebugMode() as traffic:
         pending = comm.start_reduce(full, torch.float32, pool)
     assert traffic.get_total_counts() == 1
-    assert isinstance(pending.work, waiting.Bounded)  # under way, with its buffers held
+    assert isinstance(pending.work, waits.Bounded)  # under way, with its buffers held
     assert [region.storage.nbytes() for region in pool._lent.values()] == scratch
     assert pending.finish().tolist() == [1.0] * 4
     assert not pool._lent

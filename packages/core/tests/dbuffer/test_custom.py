@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, DBuffer
+from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import CPU, SHAPES, make_layout, random
@@ -37,7 +38,7 @@ class Gather:
     ) -> None:
         assert not async_op
         self.outputs.append(output_tensor.data_ptr())
-        compat.all_gather_single(output_tensor, input_tensor, group).wait()
+        collectives.all_gather_single(output_tensor, input_tensor, group).wait()
 
 
 def check(in_place: bool) -> None:

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale_fsdp import RankMismatchError, fully_shard, interruptible, waiting
+from vescale_fsdp import RankMismatchError, fully_shard
 from vescale_fsdp.dbuffer import SlabPool, transport
 from vescale_fsdp.dbuffer.collectives import Comm
+from vescale_fsdp.ranks import threads, waits
 from vescale_fsdp.testing import RankError, run_ranks
 
 from .helpers import CPU, random
@@ -207,8 +208,8 @@ def exchanges_with_a_rank_that_stands_still() -> str:
     large, small = torch.zeros(16 << 20), torch.zeros(1 << 12)
     sent, received = [small, small], [small.clone(), small.clone()]
     (sent if rank == 0 else received)[other] = large
-    interruptible.enable()
-    threading.Timer(1.0, lambda: waiting.close([group], "a host is gone")).start()
+    threads.enable()
+    threading.Timer(1.0, lambda: waits.abort("a host is gone", [group])).start()
     exchange = transport.Exchange(sent, received, rank, group)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -216,7 +217,7 @@ def exchanges_with_a_rank_that_stands_still() -> str:
         exchange.wait()
     if rank == 0:
         os.kill(processes[1], signal.SIGCONT)
-    interruptible.disable(RuntimeError("the test is over"))
+    threads.disable(RuntimeError("the test is over"))
     return str(caught.value)
 
 
@@ -227,17 +228,17 @@ def waits_after_the_end(is_enabled: bool, folder: Path) -> str:
     rank, empty, large = dist.get_rank(), torch.empty(0), torch.zeros(16 << 20)
     sent, received = [empty, large], [empty, empty]
     if is_enabled:
-        interruptible.enable()
+        threads.enable()
     if rank == 1:
         sent, received = [empty, empty], [large, empty]
     exchange = transport.Exchange(sent, received, rank, group)
     (folder / str(rank)).touch()
     while not (folder / str(1 - rank)).exists():
         time.sleep(0.001)
-    waiting.close([group], "a host is gone")
+    waits.abort("a host is gone", [group])
     with pytest.raises(RankMismatchError) as caught:
         exchange.wait()
-    interruptible.disable(RuntimeError("the test is over"))
+    threads.disable(RuntimeError("the test is over"))
     return str(caught.value)
 
 

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale_fsdp import waiting
+from vescale_fsdp.ranks import limits
 
 # A type that nothing else uses here, and whose backward runs in the thread of the CPU's.
 DEVICE = torch.device("lazy", 0)
@@ -196,7 +196,7 @@ def accelerator() -> Iterator[None]:
         patch(torch.accelerator, "is_available", lambda: True)
         patch(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device(DEVICE.type))
         patch(torch.accelerator, "current_stream", lambda device=None: _CURRENT)
-        patch(waiting, "_has_accelerator", lambda: True)  # it remembers
+        patch(limits, "_is_cpu_alone", lambda: False)  # it remembers
         stack.enter_context(Accelerator())
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from collections.abc import Callable
@@ -14,11 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import FSDPModule, fully_shard
 from vescale_fsdp.testing import RankError, run_ranks
 
-from .helpers import assert_bit_equal, full_gradients, shard_units
+from .helpers import assert_bit_equal, full_gradients, full_parameters, shard_units
 from .models import MLP, inputs_of, make
 
 
@@ -395,6 +397,34 @@ def check_data_parallel() -> None:
 
 def test_data_parallel_around_a_sharded_model_is_refused() -> None:
     run_ranks(check_data_parallel, 2)
+
+
+def check_data_parallel_around_a_part(sharding: Any) -> None:
+    """In its constructor the mistake is named; with what the message says it trains."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    sharded = copy.deepcopy(plain)
+    fully_shard(sharded[1], sharding=sharding)
+    message = "^aten.cat.*DistributedDataParallel around a model of which a part is sharded.*whole"
+    with pytest.raises(NotImplementedError, match=message):
+        nn.parallel.DistributedDataParallel(sharded)
+    names = [name for name, param in sharded.named_parameters() if isinstance(param, DTensor)]
+    assert names == ["1.weight", "1.bias"]
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(sharded, names)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (plain, sharded)]
+    models = [nn.parallel.DistributedDataParallel(each) for each in (plain, sharded)]
+    for step in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            x = torch.full((2, 4), 1.0 + step + 2 * dist.get_rank())
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert_bit_equal(full_parameters(sharded), dict(plain.named_parameters()))
+
+
+@pytest.mark.parametrize("sharding", [None, "ddp"])
+def test_data_parallel_around_a_part_names_what_to_do(sharding: Any) -> None:
+    run_ranks(check_data_parallel_around_a_part, 2, sharding)
 
 
 def shard_with_two_engines() -> None:

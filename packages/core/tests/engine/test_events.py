@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from vescale_fsdp import MixedPrecisionPolicy, fully_shard, waiting
+from vescale_fsdp import MixedPrecisionPolicy, fully_shard
 from vescale_fsdp.engine.unit import unit_of
+from vescale_fsdp.ranks import waits
 from vescale_fsdp.testing import run_ranks
 
 from .event_models import (
@@ -320,7 +321,7 @@ def test_a_forward_uses_what_the_backward_before_it_has_kept() -> None:
 def rounds_through_the_store() -> list[int]:
     """How often each of four steps waits for another rank outside of collectives."""
     rounds = 0
-    wait = waiting.store_wait
+    wait = waits.wait_for_keys
 
     def counted(*args: Any) -> None:
         nonlocal rounds
@@ -330,7 +331,7 @@ def rounds_through_the_store() -> list[int]:
     model = sharded()
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(waiting, "store_wait", counted)
+        patch.setattr(waits, "wait_for_keys", counted)
         for _ in range(4):
             rounds = 0
             step(model)

@@ -27,12 +27,12 @@ ON_STREAMS = """
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from vescale_fsdp import waiting
+from vescale_fsdp.ranks import waits
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
 work = dist.all_reduce(torch.ones(2), async_op=True)
 assert not work.is_completed(), "torch's fake work now tells; the engine need not know"
-assert waiting.Ending(work, has_streams=True).has_ended(0.0)
+assert waits.Ending(work, has_streams=True).has_ended(0.0)
 """
 
 

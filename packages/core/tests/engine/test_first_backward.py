@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint as checkpoint_of
 
 from vescale_fsdp import checkpoint, clip_grad_norm_, fully_shard, replaced_parameters
+from vescale_fsdp.engine import check_reduced
 from vescale_fsdp.testing import run_ranks
 
 
@@ -135,13 +138,15 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.recomputes = False
         self.embed, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
         for block in self.blocks:
-            x = x + block(x)
+            run = partial(checkpoint_of, block, use_reentrant=True) if self.recomputes else block
+            x = x + run(x)
         return self.head(x)
 
 
@@ -167,6 +172,20 @@ def nothing_above_units(path: Path) -> None:
     with pytest.raises(ValueError, match=f"checkpoint.save: {NAMED}"):
         checkpoint.save(path / "refused", model)
     assert not (path / "refused").exists()
+
+    recomputing = blocks_alone()  # each has a backward of its own, within that of the loss
+    recomputing.recomputes = True
+    (text,) = step(recomputing)
+    assert text.startswith(ROOTS.format(3)), text
+    assert step(recomputing) == []
+
+    as_error = blocks_alone()  # which ends the backward as else
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "one backward has reached")
+        with pytest.raises(UserWarning, match="one backward has reached"):
+            as_error(torch.ones(2, 4)).sum().backward()
+    assert all(block.weight.grad is not None for block in as_error.blocks)
+    assert step(as_error) == []
 
     by_hand = blocks_alone()  # answers: arguments,
     with warnings.catch_warnings():
@@ -229,8 +248,16 @@ class Pair(nn.Module):
 
 
 def several_models() -> None:
-    towers = Pair(lambda one, other, x: other(x))
-    assert step(towers) == []  # both begin with data
+    towers = Pair(lambda one, other, x: other(x))  # both begin with data, as experts might
+    (text,) = step(towers)
+    assert "one backward has reached 2 outermost units of the class Linear: model " in text
+    critics = Pair(lambda one, other, x: other(x))
+    for model in critics.children():  # as adapters do, which see all of a model
+        check_reduced(model, "prepare")
+    assert step(critics) == []
+    block = copy.deepcopy(critics.one)  # may be anywhere
+    critics.one, critics.other = block, copy.deepcopy(block)
+    assert len(step(critics)) == 1
     teacher = Pair(lambda one, other, x: other(one(x)))
     teacher.other.requires_grad_(False)
     assert step(teacher) == []
@@ -240,5 +267,5 @@ def several_models() -> None:
         assert "one backward has reached 2 outermost units of the class" in text
 
 
-def test_models_of_one_class_are_rarely_warned_of() -> None:
+def test_models_of_one_class_are_warned_of_once() -> None:
     run_ranks(several_models, 2)

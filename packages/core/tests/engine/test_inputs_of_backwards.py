@@ -115,6 +115,46 @@ def check_grad(options: dict[str, Any], rtol: float = 0, atol: float = 0) -> Non
             model.zero_grad()
 
 
+class Branch(nn.Module):
+    """The first rank alone runs the unit; the others only what the input goes through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * (self.unit(x) if dist.get_rank() == 0 else x)
+
+
+def check_left_out() -> None:
+    torch.manual_seed(0)
+    plain, sharded = Branch(), Branch()
+    sharded.load_state_dict(plain.state_dict())
+    shard_units(sharded, [sharded.unit])
+    for step in range(3):
+        found: list[list[Tensor | None]] = []
+        for model in (plain, sharded):
+            params, loss = list(model.parameters()), model(batch(step).requires_grad_()).mean()
+            loss.backward(inputs=params, retain_graph=True)
+            found.append([*torch.autograd.grad(loss, params, allow_unused=True)])
+        assert_bit_equal(full_gradients(sharded), averaged_gradients(plain))
+        for one, other in zip(*found, strict=True):
+            assert other is not None  # a rank has it
+            total = torch.zeros(other.shape) if one is None else one.contiguous()
+            dist.all_reduce(total)
+            assert torch.equal(full(other), total / 2)
+        for model in (plain, sharded):
+            model.zero_grad()
+    penalty = sum(param.square().sum() for param in sharded.parameters())
+    loss = sharded(batch(0).requires_grad_()).mean()
+    penalty.backward(inputs=list(sharded.parameters()))  # which the model has no part in
+    loss.backward()
+
+
+def test_a_rank_takes_part_that_has_left_all_of_them_out() -> None:
+    run_ranks(check_left_out, 2)
+
+
 def test_a_penalty_on_shards_is_differentiated_by_itself() -> None:
     run_ranks(check_penalty, 2)
 

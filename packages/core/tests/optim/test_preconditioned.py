@@ -21,8 +21,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
-from vescale_fsdp import Granularity, RaggedShard, checkpoint, compat, fully_shard
+from vescale_fsdp import Granularity, RaggedShard, checkpoint, fully_shard
 from vescale_fsdp.optim import SOAP, Shampoo
+from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks
 
 from .preconditioning import (
@@ -323,13 +324,13 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls = 0
-        start = compat.all_to_all_single
+        start = collectives.all_to_all_single
 
         def count(*args: Any, **kwargs: Any) -> Any:
             self.calls += 1
             return start(*args, **kwargs)
 
-        monkeypatch.setattr(compat, "all_to_all_single", count)
+        monkeypatch.setattr(collectives, "all_to_all_single", count)
 
 
 def count_exchanges() -> dict[str, int]:

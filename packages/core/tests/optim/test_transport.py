@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from vescale_fsdp import RaggedShard, compat
+from vescale_fsdp import RaggedShard
 from vescale_fsdp.optim import transport as module
 from vescale_fsdp.optim.base import local_of
 from vescale_fsdp.optim.layout import Matrix, layout_of, matrices_of
 from vescale_fsdp.optim.routes import Run, routes_of, traffic_of
 from vescale_fsdp.optim.transport import Transport, from_tensors
+from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks
 
 from .preconditioning import randn, sharded
@@ -57,7 +58,7 @@ class World:
         return Transport(
             self.matrices,
             self.routes,
-            compat.mesh_group(self.mesh, 0),
+            collectives.mesh_group(self.mesh, 0),
             gather_dtype=gather,
             scatter_dtype=scatter,
             device=torch.device("cpu"),

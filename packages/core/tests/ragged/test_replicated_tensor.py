@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from vescale_fsdp import compat
 from vescale_fsdp.ragged import RaggedShard, RaggedTensor, ReplicatedTensor, wrap_replicated
+from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks
 
 SHAPES = [(3, 4), (5,), (), (2, 1, 3), (0, 2), (1,)]
@@ -279,7 +279,7 @@ def all_gathered(p: Tensor) -> list[Tensor]:
 
 def gathered_in_one(p: Tensor) -> Tensor:
     whole = p.new_empty(2 * len(p), *p.shape[1:])
-    compat.all_gather_single(whole, p, dist.group.WORLD).wait()
+    collectives.all_gather_single(whole, p, dist.group.WORLD).wait()
     return whole
 
 

@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vescale_fsdp import compat, devices, transfers, waiting
+from vescale_fsdp import devices, transfers
 from vescale_fsdp.dbuffer import memory
+from vescale_fsdp.ranks import collectives, waits
 
 from .memory import Allocator, Block
 from .streams import Collective, Device, Event, SimulationError, Stream
@@ -397,9 +398,9 @@ def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator
     _num_simulations += 1
     simulator = Simulator(policy=policy, seed=seed, **options)
     original = torch.UntypedStorage.resize_
-    wait = waiting.store_wait
+    wait = waits.wait_for_keys
 
-    def store_wait(store: Any, keys: list[str], seconds: float, *rest: Any) -> None:
+    def wait_for_keys(store: Any, keys: list[str], seconds: float, *rest: Any) -> None:
         # The device goes on while the host waits.
         end = time.monotonic() + seconds
         while not store.check(keys) and time.monotonic() < end:
@@ -416,15 +417,15 @@ def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator
         def patch(owner: Any, name: str, new: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, new))
 
-        originals = {name: getattr(compat, name) for name in COLLECTIVES}
+        originals = {name: getattr(collectives, name) for name in COLLECTIVES}
         for name, original_one in originals.items():
-            patch(compat, name, simulator.collective(name, original_one))
+            patch(collectives, name, simulator.collective(name, original_one))
         for name in ("all_gather", "reduce_scatter"):
             many = several(originals[f"{name}_single"])
-            patch(compat, f"{name}_many", simulator.collective(f"{name}_many", many))
+            patch(collectives, f"{name}_many", simulator.collective(f"{name}_many", many))
         patch(memory, "_POOLS", weakref.WeakValueDictionary())  # and so lanes of this simulation
         patch(transfers, "_LAST", {})
-        patch(waiting, "store_wait", store_wait)
+        patch(waits, "wait_for_keys", wait_for_keys)
         patch(torch.UntypedStorage, "resize_", resize)
         patch(Tensor, "tolist", lambda tensor: simulator.to_list(tensor))
         patch(Tensor, "record_stream", lambda *args: simulator.record_stream(*args))

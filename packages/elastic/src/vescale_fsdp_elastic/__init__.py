@@ -33,12 +33,14 @@ from vescale_fsdp_elastic.batches import Step
 from vescale_fsdp_elastic.hsdp import ReplicaRun, replicas
 from vescale_fsdp_elastic.keeping import Kept
 from vescale_fsdp_elastic.loaders import MicroBatches, StepLoader
+from vescale_fsdp_elastic.order import Order
+from vescale_fsdp_elastic.repeating import repeat
 from vescale_fsdp_elastic.run import Run
 from vescale_fsdp_elastic.settings import ElasticOptions
 from vescale_fsdp_elastic.training import training
-from vescale_fsdp_elastic.worlds import init_process_group
+from vescale_fsdp_elastic.worlds import init_process_group, is_apart
 
 __all__ = [
-    "ElasticOptions", "Kept", "MicroBatches", "ReplicaRun", "Run", "Step", "StepLoader",
-    "init_process_group", "replicas", "training",
+    "ElasticOptions", "Kept", "MicroBatches", "Order", "ReplicaRun", "Run", "Step", "StepLoader",
+    "init_process_group", "is_apart", "repeat", "replicas", "training",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp import spi
-from vescale_fsdp.spi import Optimizers, Ranks, Stateful, all_ranks, is_fake, waiting
+from vescale_fsdp.spi import Optimizers, Ranks, Stateful, everyone, is_fake, waits
 from vescale_fsdp_elastic import connecting, leaving, liveness, memory
 from vescale_fsdp_elastic.keeping import Keeper
 from vescale_fsdp_elastic.leaving import Left
@@ -83,7 +83,7 @@ def begin(options: Options, *, goes_on: bool = False) -> Attempt:
     connecting.watch_agents()  # if others have made the process group
     # Saves on disk use these ranks. To make their group in the first save would wait for a rank
     # that has died, and torch's own wait for that ends only with its timeout.
-    all_ranks()
+    everyone()
     ranks, ring = connect()
     if ranks.is_first and _cannot_grow():
         _log.warning(
@@ -132,7 +132,7 @@ def _own_ranks() -> tuple[Ranks, dist.ProcessGroup | None]:
     """Return all ranks, with a communicator that only `elastic` uses. Collective."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or dist.get_world_size() == 1 or is_fake():
-        return Ranks(None), None
+        return Ranks.linked(None), None
     group = spi.new_gloo_group()
     if group is None:
         raise RuntimeError(
@@ -140,5 +140,5 @@ def _own_ranks() -> tuple[Ranks, dist.ProcessGroup | None]:
             "without it: install one with gloo"
         )
     # When another wait fails, these connections are closed too, so that no thread waits for long.
-    waiting.register(group)
-    return Ranks(group), group
+    waits.register(group)
+    return Ranks.linked(group), group

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vescale_fsdp.errors import CheckpointWriteError
-from vescale_fsdp.spi import Ranks, waiting
+from vescale_fsdp.spi import Ranks, limit_s
 from vescale_fsdp_elastic import idle, memory, sockets
 from vescale_fsdp_elastic.choice import Transfer
 
@@ -93,8 +93,8 @@ class Copying:
             confirm(self.files)
 
         try:
-            offers = self._ranks.exchange(what, self._listen, self._to_senders)
-            self._ranks.agree(what, copy)
+            offers = self._ranks.together(what, self._listen, self._to_senders)
+            self._ranks.together(what, copy)
         finally:
             self.close()
             for each in self._streams:
@@ -139,7 +139,7 @@ class Copying:
             assert self._server is not None, "it listens"
             with _cut(f"rank {rank} waits for ranks {sorted(self._incoming)} to connect"):
                 sender, connection = self._server.accept()
-            _limit(connection, patience_s + waiting.limit_s())
+            _limit(connection, patience_s + limit_s())
             self._start(connection, _receive, self._paths(self._incoming[sender]))
         for each in self._streams:
             with _cut(f"a copy from or to rank {rank} was cut"):

@@ -38,8 +38,8 @@ from vescale_fsdp.spi import (
     Seal,
     data_name,
     divide,
-    interruptible,
     parts,
+    threads,
 )
 from vescale_fsdp_elastic import attempts, memory
 from vescale_fsdp_elastic.choice import Age, Hosts, to_neighbours
@@ -136,7 +136,7 @@ class Keeper:
                 remains.
         """
         if self._thread is not None:
-            interruptible.carry_out(self._thread.join)  # its thread may wait for a rank that hangs
+            threads.carry_out(self._thread.join)  # its thread may wait for a rank that hangs
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -161,7 +161,7 @@ class Keeper:
             return [None] * len(told)
 
         self.finish()
-        self._ranks.exchange(what, lambda: dict(facts), combine)
+        self._ranks.together(what, lambda: dict(facts), combine)
 
     def give_up(self, *, is_lost: bool) -> None:
         """After an error: let the generation under way end, if it does so at once.
@@ -206,7 +206,7 @@ class Keeper:
                 self._place.make_room(age, [] if self.newest is None else [self.newest])
             return local.offer()
 
-        task = ranks.exchange(what, offer, lambda offers: divide(offers, SMALL))
+        task = ranks.together(what, offer, lambda offers: divide(offers, SMALL))
 
         def write() -> Any:
             folder.mkdir(exist_ok=True)
@@ -219,7 +219,7 @@ class Keeper:
             text = parts.manifest_of(seal, written).render().decode()
             return [text] * len(written)
 
-        text = ranks.exchange(what, write, combine).encode()
+        text = ranks.together(what, write, combine).encode()
         manifest = Manifest.parse(text, str(folder))
         names = [data_name(rank) for rank in range(ranks.size)]
         sizes = [(name, manifest.files.get(name, 0)) for name in names]

@@ -95,7 +95,7 @@ def find(ranks: Ranks, directory: Path, step: int, attempt: int, *, goes_on: boo
             (directory / _NAME).unlink()
         return [None] * len(told)
 
-    found = ranks.exchange("the search for a loop that was left", restarts, combine)
+    found = ranks.together("the search for a loop that was left", restarts, combine)
     return None if found is None else Left(**found)
 
 

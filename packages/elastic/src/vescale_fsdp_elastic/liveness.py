@@ -31,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp.spi import Ranks, interruptible, waiting
+from vescale_fsdp.spi import Ranks, limit_s, threads, waits
 from vescale_fsdp_elastic import sockets
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Ring:
         self._is_over = not neighbours
         self._has_left = threading.Event()
         if neighbours:
-            interruptible.enable()
+            threads.enable()
         self.reason = ""  # why it was closed; empty: all are there
         self._thread = threading.Thread(target=self._run, name="vescale-fsdp liveness", daemon=True)
         if neighbours:
@@ -72,7 +72,7 @@ class Ring:
             self._say(_GOODBYE)
             self._wake.send(b"x")
         self._has_left.set()
-        interruptible.disable(RuntimeError("this rank has left the training"))
+        threads.disable(RuntimeError("this rank has left the training"))
         if self._thread.ident is not None:
             self._thread.join()  # it closes communicators of this world, and must not of the next
         for each in (self._wake, self._woken):
@@ -118,7 +118,7 @@ class Ring:
         self._say(_LOSS + why.encode()[: _MOST_BYTES - 1])
         self._hang_up()
         _log.info("%s", why)
-        waiting.close(self._groups, why)
+        waits.abort(why, self._groups)
         # A test's receive of gloo (torch 2.13) did not end when it began while its connection was
         # being closed, and a kernel of NCCL waits for its watchdog.
         limit_s = _leave_s()
@@ -139,7 +139,7 @@ class Ring:
 
 def _leave_s() -> float:
     """How long a rank has to leave the training after another one was lost: a step may be long."""
-    return min(max(_LEAVE_S, waiting.limit_s()), threading.TIMEOUT_MAX)
+    return min(max(_LEAVE_S, limit_s()), threading.TIMEOUT_MAX)
 
 
 def watch(ranks: Ranks, group: dist.ProcessGroup | None) -> Ring:
@@ -173,13 +173,13 @@ def watch(ranks: Ranks, group: dist.ProcessGroup | None) -> Ring:
 
     neighbours: dict[int, socket.socket] = {}
     try:
-        error, there = ranks.exchange(_WHAT, offer, divide)
+        error, there = ranks.together(_WHAT, offer, divide)
         if not error:
             try:
                 neighbours = _connect(ranks, servers[0], there)
             except OSError as caught:
                 error = f"rank {ranks.rank}: {caught}"
-        errors = ranks.exchange(_WHAT, lambda: error, lambda values: [values] * len(values))
+        errors = ranks.together(_WHAT, lambda: error, lambda values: [values] * len(values))
     finally:
         for each in servers:
             each.close()

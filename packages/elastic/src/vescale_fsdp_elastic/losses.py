@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from vescale_fsdp.errors import CheckpointIncompleteError, RankMismatchError
-from vescale_fsdp.spi import AbsentError, waiting
+from vescale_fsdp.spi import AbsentError, waits
 from vescale_fsdp_elastic.meeting import TooFewHostsError
 
 _GLOO = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe")
@@ -32,7 +32,7 @@ def is_loss(error: BaseException | None) -> bool:
         if isinstance(error, kinds):
             return True
         if isinstance(error, RuntimeError) and (
-            waiting.is_cut() or any(word in str(error) for word in _GLOO)
+            waits.is_cut() or any(word in str(error) for word in _GLOO)
         ):
             return True
         error = error.__cause__

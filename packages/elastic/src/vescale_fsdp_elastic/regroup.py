@@ -109,7 +109,4 @@ def _clear(options: Options) -> None:
         param.grad = None
     for each in options.stateful.values():
         if isinstance(each, torch.amp.GradScaler):
-            forget_stages(each)
-
-
-forget_stages = spi.forget_stages  # for adapters, which keep a scaler elsewhere
+            spi.forget_stages(each)

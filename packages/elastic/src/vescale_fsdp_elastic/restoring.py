@@ -80,7 +80,7 @@ def meet(ranks: Ranks, directory: Path, root: Path) -> tuple[Hosts, memory.Memor
     Raises:
         RankMismatchError: ranks see different folders on disk.
     """
-    run = ranks.exchange(
+    run = ranks.together(
         _WHAT,
         lambda: memory.run_name(directory) if ranks.is_first else None,
         lambda values: [values[0]] * len(values),
@@ -95,10 +95,10 @@ def meet(ranks: Ranks, directory: Path, root: Path) -> tuple[Hosts, memory.Memor
             )
         return memory.name_in(root / "host")
 
-    names = ranks.exchange(_WHAT, who, lambda values: [values] * len(values))
+    names = ranks.together(_WHAT, who, lambda values: [values] * len(values))
     place, hosts = memory.Memory(root, directory, run), Hosts.named(names)
     # First one rank of each host, because it deletes what earlier runs have left.
-    ranks.agree(_WHAT, lambda: place.make() if hosts.is_leader(ranks.rank) else None)
+    ranks.together(_WHAT, lambda: place.make() if hosts.is_leader(ranks.rank) else None)
     return hosts, place
 
 
@@ -157,7 +157,7 @@ class Restoring:
             extra = checkpoint.load(disk, model, optimizer, stateful=stateful)
             return self._begin(attempt, "disk", extra)
         if self._not_copied:  # to begin at the beginning would lose it
-            reason = self._ranks.exchange(_WHAT, self._reason, lambda each: [each[0]] * len(each))
+            reason = self._ranks.together(_WHAT, self._reason, lambda each: [each[0]] * len(each))
             raise CheckpointWriteError(
                 f"a state is whole in the memory of the hosts, and could not be loaded: {reason}. "
                 f"Free memory there, or set {memory.VARIABLE} to a folder with more"
@@ -182,11 +182,11 @@ class Restoring:
             return [[list(each.age) for each in self._candidates]] * len(reports)
 
         leads = self._hosts.is_leader(self._ranks.rank)
-        ages = self._ranks.exchange(_WHAT, lambda: self._report() if leads else None, combine)
+        ages = self._ranks.together(_WHAT, lambda: self._report() if leads else None, combine)
         with self._disk:
             found = self._load([Age(*age) for age in ages], model, optimizer, stateful)
             # After it all ranks have read, and folders on the local disk can go.
-            reasons = self._ranks.exchange(_WHAT, self._reason, lambda each: [each[0]] * len(each))
+            reasons = self._ranks.together(_WHAT, self._reason, lambda each: [each[0]] * len(each))
         if found is None:
             raise CheckpointIncompleteError(f"a state that was received is not whole: {reasons}")
         return found[1]
@@ -252,7 +252,7 @@ class Restoring:
             attempt = attempts.claim(self._directory, last + 1)
             return [[attempt, disk, ages]] * len(reports)
 
-        attempt, disk, ages = self._ranks.exchange(_WHAT, report, combine)
+        attempt, disk, ages = self._ranks.together(_WHAT, report, combine)
         return attempt, None if disk is None else Path(disk), [Age(*age) for age in ages]
 
     def _on_disk(self) -> Any:
@@ -291,7 +291,7 @@ class Restoring:
         def combine(checked: list[Any]) -> list[Any]:
             return [self._of_hosts(checked, self._candidates[number])] * len(checked)
 
-        answer = self._ranks.exchange(_WHAT, check, combine)
+        answer = self._ranks.together(_WHAT, check, combine)
         if answer is None:
             return False
         text, holders = answer
@@ -305,7 +305,7 @@ class Restoring:
             have = to_have(self._hosts, candidate, needed, self._replicas)
             return [have] * len(needed)
 
-        wanted = self._ranks.exchange(_WHAT, need, divide)
+        wanted = self._ranks.together(_WHAT, need, divide)
         transfers = to_lacking(self._hosts, candidate, wanted)
         try:
             self._path = path = self._room_for(folder, text, transfers)
@@ -343,7 +343,7 @@ class Restoring:
         def tell(made: list[Any]) -> list[Any]:
             return [made[hosts.ranks(each)[0]] for each in hosts.of_rank]
 
-        return Path(self._ranks.exchange(_WHAT, make, tell))
+        return Path(self._ranks.together(_WHAT, make, tell))
 
     def _of_hosts(self, checked: list[Any], candidate: Candidate) -> Any:
         """Return the manifest and the holders of each file; None if the generation is not whole."""
@@ -390,7 +390,7 @@ class Restoring:
             if self._hosts.is_leader(self._ranks.rank):
                 self._place.keep(self._not_copied if restored.age is None else [restored.age])
 
-        self._ranks.agree(_WHAT, clear)
+        self._ranks.together(_WHAT, clear)
         if self._ranks.is_first:
             step = restored.extra.get("step", 0)
             where = {

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from vescale_fsdp import checkpoint
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.spi import capture, collect, finish_saves, leave_saves, restorer, waiting
+from vescale_fsdp.spi import capture, collect, finish_saves, leave_saves, restorer, waits
 from vescale_fsdp_elastic import attempts, worlds
 from vescale_fsdp_elastic.batches import Batches, Step, is_indexed
 from vescale_fsdp_elastic.beginning import Attempt, Options
@@ -125,6 +125,11 @@ class Run:
         self._num_samples = own.get("samples")
         self.marks.clear()
         self.marks.update(own.get("marks", {}))
+
+    def move(self, step: int, num_samples: int) -> None:
+        """Continue from another step than the state's: that of a checkpoint loaded by others."""
+        own = {"samples": num_samples, "marks": dict(self.marks)}
+        self.take({**self.extra, "step": step, KEY: own})
 
     @property
     def has_signal(self) -> bool:
@@ -308,7 +313,7 @@ class Run:
     def _leave_world(self, error: BaseException) -> None:
         """After a loss: close all connections. Ends this process if it was told to."""
         code = 0 if self._stop is None else self._stop.own_exit_code
-        waiting.close([], str(error))
+        waits.abort(str(error))
         self._own.give_up()
         if self._stop is not None:
             self._stop.close()

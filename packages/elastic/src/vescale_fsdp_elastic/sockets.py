@@ -1,7 +1,7 @@
 """TCP connections between ranks, beside those of the communicators.
 
 A rank listens, and offers its address and a secret to the ranks that shall connect, by a message of
-`checkpoint.ranks`. What connects says the secret and its rank. The kernel then asks regularly
+`vescale_fsdp.ranks`. What connects says the secret and its rank. The kernel then asks regularly
 whether the other host is there, so that a connection to a host without power ends.
 """
 

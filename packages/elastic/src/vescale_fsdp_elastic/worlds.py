@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vescale_fsdp import checkpoint, spi
-from vescale_fsdp.spi import backends_of, waiting
+from vescale_fsdp.spi import backends_of, waits
 from vescale_fsdp_elastic import meeting
 from vescale_fsdp_elastic.connecting import limited, watch_agents
 from vescale_fsdp_elastic.meeting import Meeting, World
@@ -178,7 +178,7 @@ def current() -> Meeting | None:
 
 def leave(why: str) -> None:
     """Close all connections, and destroy the process groups. Does not wait for other ranks."""
-    waiting.close([], why)
+    waits.abort(why)
     dist.destroy_process_group()
 
 

@@ -25,8 +25,8 @@ from torch import nn
 from vescale_fsdp import CheckpointMismatchError, checkpoint
 from vescale_fsdp.checkpoint import full, unread
 from vescale_fsdp.checkpoint.contents import Weights
-from vescale_fsdp.checkpoint.ranks import all_ranks
 from vescale_fsdp.checkpoint.seal import read_manifest as read_sealed
+from vescale_fsdp.ranks import everyone
 from vescale_fsdp_lightning import torch_format
 from vescale_fsdp_lightning.options import Options
 from vescale_fsdp_lightning.places import agree, from_first
@@ -237,7 +237,7 @@ class Loading:
             unread.check_same(found)
             return [None] * len(found)
 
-        all_ranks().exchange(f"the load of {self.path}", described, compared)
+        everyone().together(f"the load of {self.path}", described, compared)
 
     def _key_of(self, entry: Any) -> str | None:
         """The key in the checkpoint of an entry that has not changed; else None."""

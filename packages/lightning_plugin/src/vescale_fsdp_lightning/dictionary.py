@@ -1,7 +1,6 @@
 """Reads a sealed checkpoint in one process, as the dictionary that a checkpoint file would have.
 
-`consolidate` writes this dictionary to a file. Lightning's own loaders return it if they get a
-directory (see `_autoload`): ``load_from_checkpoint``, and strategies other than ours.
+`consolidate` writes this dictionary to a file; `loading` gives it to Lightning's own loaders.
 """
 
 from __future__ import annotations

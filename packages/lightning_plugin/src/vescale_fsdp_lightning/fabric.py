@@ -19,6 +19,7 @@ from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.saving import begin_load, begin_save
 from vescale_fsdp_lightning import fabric_checkpoints
 from vescale_fsdp_lightning.fabric_forward import Forward
+from vescale_fsdp_lightning.places import from_first
 from vescale_fsdp_lightning.precision import check_precision
 from vescale_fsdp_lightning.sharding import (
     Sharding,
@@ -178,7 +179,9 @@ class FabricLifecycle(Sharding):
                 "path's protocol or the environment, as for fsspec"
             )
         begin_save()
-        fabric_checkpoints.save(self._checkpoints, str(self.broadcast(path)), state, filter or {})
+        fabric_checkpoints.save(
+            self._checkpoints, from_first(lambda: str(path)), state, filter or {}
+        )
 
     def load_checkpoint(
         self,
@@ -200,7 +203,7 @@ class FabricLifecycle(Sharding):
         begin_load()
         return fabric_checkpoints.load(
             self._checkpoints,
-            str(self.broadcast(path)),
+            from_first(lambda: str(path)),
             state,
             strict=strict,
             weights_only=weights_only,

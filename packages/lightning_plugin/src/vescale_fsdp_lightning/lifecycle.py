@@ -13,27 +13,34 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from vescale_fsdp import clip_grad_norm_, stream_parameters
+from vescale_fsdp.checkpoint import full
 from vescale_fsdp.checkpoint.saving import begin_load, begin_save, check_reduced
 from vescale_fsdp_lightning.checkpoints import Loading
-from vescale_fsdp_lightning.elastic import Elastic
-from vescale_fsdp_lightning.elastic_hooks import ElasticHooks
-from vescale_fsdp_lightning.places import agree
+from vescale_fsdp_lightning.places import agree, from_first
 from vescale_fsdp_lightning.plain import to_plain
 from vescale_fsdp_lightning.precision import check_precision
 from vescale_fsdp_lightning.sharding import (
+    DEFAULT_TIMEOUT,
     MakeOptimizer,
+    Sharding,
     check_optimizers,
     gradient_sync,
     owns,
     set_up_optimizers,
 )
+
+if TYPE_CHECKING:
+    from vescale_fsdp_elastic import Run
+    from vescale_fsdp_lightning.elastic import Elastic
 
 __all__ = ["Lifecycle"]
 
@@ -46,15 +53,43 @@ _REFUSED = {
 }
 
 
-class Lifecycle(ElasticHooks):
+class Lifecycle(Sharding):
     """`Sharding` for ``Trainer(strategy="vescale_fsdp")``. `Sharding` documents the arguments."""
 
     strategy_name = "vescale_fsdp"
+    lightning_module: Any  # of Lightning's base class
     _checkpoint_io: Any  # of Lightning's base class: the plug-in that the user passed
     _loading: Loading | None = None  # until the module's hook has seen the checkpoint
     _copy = ExitStack()  # of a checkpoint on another file system, until all hooks have seen it
 
+    @cached_property
+    def _elastic(self) -> Elastic | None:
+        """Loaded only if the user has asked for it."""
+        if self.options.elastic is None:
+            return None
+        from vescale_fsdp_lightning.elastic import Elastic
+
+        return Elastic(self)
+
+    @property
+    def elastic_run(self) -> Run | None:
+        """The elastic training of the ``fit`` under way: its attempt, source and costs."""
+        fit = None if self._elastic is None else self._elastic.fit
+        return None if fit is None else fit.run
+
     # Processes
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._launcher is None:  # torchrun has started the processes
+            self._launcher = self._elastic
+
+    def _init_process_group(self, backend: str | None, **options: Any) -> None:
+        if self._elastic is None:
+            super()._init_process_group(backend, **options)
+        else:
+            limit = None if self._timeout is DEFAULT_TIMEOUT else self._timeout  # the user's
+            self._elastic.init_process_group(backend, limit, **options)
 
     def setup_environment(self) -> None:
         """Start ``torch.distributed``, and make a mesh of all processes."""
@@ -67,6 +102,12 @@ class Lifecycle(ElasticHooks):
         """Tell Lightning the rank of this process."""
         self._set_world_ranks()
 
+    def _set_world_ranks(self) -> None:
+        super()._set_world_ranks()
+        if self._elastic is not None:
+            own = self._elastic.rank_of(self.global_rank)
+            rank_zero_only.rank = own  # type: ignore[attr-defined]
+
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """`all_reduce`, under the name that the Trainer calls."""
         return self.all_reduce(tensor, group, reduce_op)
@@ -75,7 +116,8 @@ class Lifecycle(ElasticHooks):
         """Wait for saves in the background, ours and those of a plug-in of Lightning."""
         try:
             self._copy.close()
-            self._end_elastic()
+            if self._elastic is not None:
+                self._elastic.end()
             self._checkpoints.store.finish()
             if self._checkpoint_io is not None:
                 self.checkpoint_io.teardown()
@@ -89,7 +131,7 @@ class Lifecycle(ElasticHooks):
     @property
     def precision_plugin(self) -> Any:
         """Lightning's precision plug-in. Its clipping by norm is replaced by the engine's."""
-        return super().precision_plugin
+        return super().precision_plugin  # type: ignore[misc]
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Any) -> None:
@@ -116,10 +158,8 @@ class Lifecycle(ElasticHooks):
                 'VeScaleFSDPStrategy(state_dict_type="full"), or leave the plug-in out'
             )
         self._is_fitting = trainer.state.fn.value == "fit"
-        elastic = self.options.elastic
-        if self._is_fitting and elastic is not None:
-            self._elastic = Elastic(elastic, trainer)
-            self._elastic.prepare()  # first: a budget counts the micro-batches
+        if self._is_fitting and self._elastic is not None:
+            self._elastic.prepare(trainer)
         module = self.lightning_module
         if not any(hasattr(param, "device_mesh") for param in module.parameters()):
             module = self.precision_plugin.convert_module(module)
@@ -138,14 +178,14 @@ class Lifecycle(ElasticHooks):
             check_optimizers(self.optimizers, module)  # type: ignore[attr-defined]
             set_up_optimizers(self.optimizers, self.options)  # type: ignore[attr-defined]
             saves = self.options.state_dict_type == "sharded" and trainer.checkpoint_callbacks
-            if saves or elastic is not None:
+            if saves or self._elastic is not None:
                 agree(lambda: check_states(trainer))
         elif not owns(module, self.optimizers):  # type: ignore[attr-defined]
             self._reset_optimizers_and_schedulers()  # type: ignore[attr-defined]  # of another model
         self._companions = {name: make(module) for name, make in self._to_save_too.items()}
         self.setup_precision_plugin()  # type: ignore[attr-defined]
-        if self._elastic is not None:
-            self._elastic.restore(module, {**self._own_optimizers(), **self._companions})
+        if self._elastic is not None and self._elastic.fit is not None:
+            self._elastic.fit.restore(module, {**self._own_optimizers(), **self._companions})
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Call ``configure_optimizers``. Optimizers of an earlier model are dropped."""
@@ -168,12 +208,38 @@ class Lifecycle(ElasticHooks):
         with gradient_sync(self.model, False):
             yield
 
+    # The loop
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Return the loader of this rank's samples."""
+        made = super().process_dataloader(dataloader)  # type: ignore[misc]
+        return made if self._elastic is None else self._elastic.divide(made)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call backward, in an elastic training on the loss with the weight of its micro-batch."""
+        weight = 1.0 if self._elastic is None else self._elastic.weight
+        return super().backward(loss if weight == 1.0 else loss * weight, *args, **kwargs)  # type: ignore[misc]
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move a batch."""
+        if self._elastic is not None:
+            self._elastic.begin_batch()
+        return super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]
+
+    def on_train_end(self) -> None:
+        """Save the last state of an elastic training."""
+        super().on_train_end()  # type: ignore[misc]
+        if self._elastic is not None:
+            self._elastic.end()
+
     # A local copy of a checkpoint is there until hooks can no longer look at its tensors.
 
     def on_train_start(self) -> None:
-        """Delete it: all is loaded."""
+        """Delete it: all is loaded. An elastic training begins where the restored state is."""
         self._copy.close()
-        super().on_train_start()
+        super().on_train_start()  # type: ignore[misc]
+        if self._elastic is not None and self._elastic.fit is not None:
+            self._elastic.fit.start()
 
     def on_validation_start(self) -> None:
         """The same for the other loops."""
@@ -192,15 +258,13 @@ class Lifecycle(ElasticHooks):
 
     def on_exception(self, exception: BaseException) -> None:
         """Delete it without waiting for others, who may have no error."""
-        self._drop_copy()
-        super().on_exception(exception)
+        self.drop_copy()
+        super().on_exception(exception)  # type: ignore[misc]
+        if self._elastic is not None:
+            self._elastic.close(exception)
 
-    def end_fit(self, error: Exception) -> None:
-        """The same after ranks were lost."""
-        self._drop_copy()
-        super().end_fit(error)
-
-    def _drop_copy(self) -> None:
+    def drop_copy(self) -> None:
+        """Delete it without waiting for others."""
         self._loading = None
         self._copy.__exit__(GeneratorExit, GeneratorExit(), None)
 
@@ -254,6 +318,19 @@ class Lifecycle(ElasticHooks):
         module = self.lightning_module
         return stream_parameters(module, **options)
 
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the model's state: sharded tensors, or full ones in the first process only."""
+        if self._elastic is not None and self._elastic.is_dumping:
+            return full.model_state(self.model)
+        return self._checkpoints.model_state(self.model)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return an optimizer's state: sharded tensors, or full ones in the first process only."""
+        own = getattr(optimizer, "_optimizer", optimizer)
+        if self._elastic is not None and self._elastic.is_dumping:
+            return dict(own.state_dict())
+        return self._checkpoints.optimizer_state(self.model, own)
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
@@ -265,8 +342,9 @@ class Lifecycle(ElasticHooks):
             )
         begin_save()
         check_reduced(self.lightning_module, "save_checkpoint")  # in each format
-        target = str(self.broadcast(filepath))
-        checkpoint = self._with_counts(checkpoint)
+        target = from_first(lambda: str(filepath))
+        if self._elastic is not None:
+            checkpoint = self._elastic.with_counts(checkpoint)
         optimizers = dict(self._companions)  # averages are also saved with weights_only
         if "optimizer_states" in checkpoint:
             optimizers |= self._own_optimizers()
@@ -282,17 +360,18 @@ class Lifecycle(ElasticHooks):
         Model and optimizers are loaded by `load_model_state_dict`, after ``on_load_checkpoint`` of
         the module, which may change ``checkpoint["state_dict"]``.
         """
-        if self._elastic is not None and self._elastic.loaded is not None:
-            return self._elastic.as_checkpoint()  # what this run has made of it is newer
+        fit = None if self._elastic is None else self._elastic.fit
+        if fit is not None and fit.loaded is not None:
+            return fit.as_checkpoint()  # what this run has made of it is newer
         begin_load()
         self._copy.close()
-        source = str(self.broadcast(checkpoint_path))
+        source = from_first(lambda: str(checkpoint_path))
         loading = self._checkpoints.open(
             source, weights_only=weights_only, local_rank=self.local_rank
         )
         self._loading, self._copy = loading, loading.copy
-        if self._elastic is not None:
-            self._elastic.adopt(loading.values, source)
+        if fit is not None:
+            fit.adopt(loading.values, source)
         return loading.values
 
     def _restore_groups(self, saved: Mapping[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""Norms of sharded gradients, for ``lightning.pytorch.utilities.grad_norm``."""
+"""``grad_norm``: Lightning's of the same name, also of sharded gradients.
+
+``lightning.pytorch.utilities.grad_norm`` raises for them that data is not allocated yet.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -27,8 +27,15 @@ from vescale_fsdp import (
     callable_units,
     repeated_blocks,
 )
-from vescale_fsdp_elastic import ElasticOptions
+from vescale_fsdp.errors import companion
 from vescale_fsdp_lightning.words import GRANULARITIES, gather_of, granularity_of, reduce_of
+
+if TYPE_CHECKING:
+    from vescale_fsdp_elastic import ElasticOptions
+
+    Elasticity = ElasticOptions | dict[str, Any] | None
+else:  # what LightningCLI parses; the package is loaded only if it is asked for
+    Elasticity = dict[str, Any] | None
 
 __all__ = [
     "DATA",
@@ -39,6 +46,7 @@ __all__ = [
     "Reduce",
     "Wrap",
     "data_mesh",
+    "elastic_options",
     "find_modules",
     "refuse_others",
 ]
@@ -50,7 +58,6 @@ Classes = Sequence[str | type[nn.Module]]
 Wrap = str | Classes | Callable[[nn.Module], list[nn.Module]]
 Gather = QuantizedGather | dict[str, Any] | str | None
 Reduce = QuantizedReduce | dict[str, Any] | str | None
-Elasticity = ElasticOptions | dict[str, Any] | None
 Memory = Budget | str | int | PathLike[str] | None
 
 _STATE_DICT_TYPES = ("sharded", "full", "dcp")
@@ -344,6 +351,22 @@ def refuse_others(strategy: str, others: Mapping[str, Any]) -> None:
         )
     if others:
         raise TypeError(f"{strategy} got an unexpected keyword argument {next(iter(others))!r}")
+
+
+def elastic_options(value: Elasticity) -> ElasticOptions | None:
+    """Return the options of an elastic training, if it is asked for.
+
+    Raises:
+        ImportError: the package for it is not installed.
+        ValueError: see `ElasticOptions`.
+    """
+    if value is None:
+        return None
+    asks = "VeScaleFSDPStrategy(elastic=...)"
+    companion("vescale_fsdp_elastic", asks, "vescale-fsdp-lightning[elastic]")
+    from vescale_fsdp_elastic import ElasticOptions
+
+    return ElasticOptions.of(value)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

@@ -23,11 +23,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
+from vescale_fsdp.ranks import everyone
+
 __all__ = ["Place", "agree", "from_first"]
+
+_WHAT = "the save or load of a checkpoint"
 
 # A complete directory has one of these: our manifest, or the metadata of torch's format. They are
 # written last.
@@ -120,37 +123,13 @@ class Place:
 
 
 def from_first(what: Callable[[], Any]) -> Any:
-    """Call a function in the first process. All return its result, or all raise. Collective."""
-    result: list[Any] = [None, None]
-    error: Exception | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            result[0] = what()
-        except Exception as caught:  # noqa: BLE001  every process must learn of it
-            error, result[1] = caught, f"{type(caught).__name__}: {caught}"
-    if dist.is_initialized():
-        dist.broadcast_object_list(result)
-    if result[1] is not None:
-        raise error or OSError(f"rank 0: {result[1]}")
-    return result[0]
+    """Call a function in the first process. All return its result, JSON, or all raise."""
+    return everyone().from_first(_WHAT, what)
 
 
 def agree(work: Callable[[], None]) -> None:
     """Call a function in every process. If it raises in one, all raise. Collective."""
-    error: Exception | None = None
-    try:
-        work()
-    except Exception as caught:  # noqa: BLE001  every process must learn of it
-        error = caught
-    faults: list[str | None] = [None if error is None else f"{type(error).__name__}: {error}"]
-    if dist.is_initialized():
-        faults = [None] * dist.get_world_size()
-        dist.all_gather_object(
-            faults, None if error is None else f"{type(error).__name__}: {error}"
-        )
-    for rank, fault in enumerate(faults):
-        if fault is not None:
-            raise error or OSError(f"rank {rank}: {fault}")
+    everyone().together(_WHAT, work)
 
 
 # Copies to and from other file systems
@@ -172,13 +151,13 @@ def upload(source: Path, target: Place) -> None:
     if source.is_file():
         from_first(lambda: _put(source, target))
         return
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    size = dist.get_world_size() if dist.is_initialized() else 1
+    ranks = everyone()
     files = sorted(path for path in source.iterdir() if path.name not in _SEALS)
 
     def put_mine() -> None:
-        for path in files[rank::size]:
+        for path in files[ranks.rank :: ranks.size]:
             target.fs.put_file(str(path), posixpath.join(target.path, path.name))
+            ranks.still()
 
     def begin() -> None:
         target.fs.makedirs(target.path, exist_ok=True)
@@ -222,7 +201,7 @@ def download(source: Place, local_rank: int) -> Path:
 
 def clear(folder: Path, *, is_mine: bool, waits: bool = True) -> None:
     """Delete a folder of `stage` or `download`, if it ``waits`` after all processes have come."""
-    if waits and dist.is_initialized():
-        dist.barrier()
+    if waits:
+        everyone().together(_WHAT, lambda: None)
     if is_mine:
         shutil.rmtree(folder, ignore_errors=True)

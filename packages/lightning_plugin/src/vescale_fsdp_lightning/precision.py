@@ -23,16 +23,11 @@ def check_precision(plugin: Any) -> None:
     accepted = [each.partition(" ")[0] for each in _PRECISIONS]
     on_cpu = plugin.precision == "16-mixed" and plugin.device == "cpu"
     if plugin.precision not in accepted or on_cpu:
-        refuse(plugin.precision, "cpu" if on_cpu else None)
-
-
-def refuse(precision: str, device: str | None = None) -> None:
-    """Raise the error for a precision that does not work."""
-    where = "" if device is None else f', accelerator="{device}"'
-    raise ValueError(
-        f'strategy="vescale_fsdp", precision={precision!r}{where} does not work; choose one of '
-        f"{', '.join(_PRECISIONS)}"
-    )
+        where = ', accelerator="cpu"' if on_cpu else ""
+        raise ValueError(
+            f'strategy="vescale_fsdp", precision={plugin.precision!r}{where} does not work; choose '
+            f"one of {', '.join(_PRECISIONS)}"
+        )
 
 
 def policy_for(precision: str, *, is_root: bool) -> MixedPrecisionPolicy:

@@ -19,11 +19,11 @@ The files, from the bottom up:
 * the state of models and optimizers: `encoding` (tensors as bytes, values as JSON), `optimizer`,
   together in `contents`; `targets` are the places to load into; `full` makes whole tensors in one
   process
-* the work of each rank: `ranks`; `saving` and `loading` do all of it or nothing
+* the work of all ranks: `saving` and `loading` do all of it or nothing
 * other formats: `safetensors` with `safetensors_files`, `dcp` with `dcp_directory`, `deepspeed`
 * in one process: `convert` from one to another, and `sources`, which reads any
 * `unread`: tensors that are read when they are needed
-* `stop` ends a job; `engine.store` restarts it
+* `stop` ends a job; `ranks.attempt` restarts it
 
 Loading never unpickles, except for DCP's format in `import_dcp` and `convert`, and DeepSpeed's in
 `convert` and `read`; `dcp_directory` and `deepspeed` say how.
@@ -40,7 +40,7 @@ from vescale_fsdp.checkpoint.seal import latest, verify
 from vescale_fsdp.checkpoint.sources import read, read_extra, unread_state
 from vescale_fsdp.checkpoint.stop import StopOnSignal
 from vescale_fsdp.checkpoint.unread import UnreadTensor
-from vescale_fsdp.engine import init_process_group
+from vescale_fsdp.ranks import init_process_group
 
 __all__ = [
     "LoadedNames",

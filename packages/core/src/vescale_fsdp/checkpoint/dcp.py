@@ -43,10 +43,10 @@ from vescale_fsdp.checkpoint.files import DataReader, DataWriter, write_file
 from vescale_fsdp.checkpoint.loading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
-from vescale_fsdp.checkpoint.ranks import all_ranks
 from vescale_fsdp.checkpoint.saving import Writing, begin_load, publish_files
 from vescale_fsdp.checkpoint.targets import ModelTarget, Saved, optimizer_targets
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointValueError
+from vescale_fsdp.ranks import everyone
 
 
 def write_item(writer: DataWriter, value: Any, label: str) -> Span:
@@ -142,7 +142,7 @@ def export_dcp(
         CheckpointValueError: a state holds a value that is not plain data; names it.
         CheckpointMismatchError: ranks hold different models.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
-        CheckpointIncompleteError: another rank has died.
+        RankMismatchError: another rank has died.
 
     After an error there are no new files.
     """
@@ -171,7 +171,8 @@ def export_dcp(
     def write() -> Any:
         boxes, others = [], []
         with DataWriter(writing.folder, data_file(writing.ranks.rank)) as writer:
-            for name, data, shape, offsets, sizes in writing.local.chosen(writing.task):
+            boxes_of = writing.ranks.going_on(writing.local.chosen(writing.task))
+            for name, data, shape, offsets, sizes in boxes_of:
                 span = astuple(write_item(writer, data, f"tensor {name!r}"))
                 dtype = encoding.dtype_name(data.dtype)
                 boxes.append([paths[name], dtype, shape, offsets, sizes, span])
@@ -304,7 +305,7 @@ def import_dcp(
     After an error nothing has changed on any rank.
     """
     begin_load()
-    ranks = all_ranks()
+    ranks = everyone()
     change = Change(ranks, f"the import of {path}")
     others: dict[str, Any] = {}
 

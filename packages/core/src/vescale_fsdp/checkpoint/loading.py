@@ -35,7 +35,6 @@ from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.contents import PER_RANK, Optimizers, Stateful, Weights, named
 from vescale_fsdp.checkpoint.files import DataReader
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Span
-from vescale_fsdp.checkpoint.ranks import Ranks, all_ranks
 from vescale_fsdp.checkpoint.saving import begin_load
 from vescale_fsdp.checkpoint.seal import data_name, read_manifest, read_text
 from vescale_fsdp.checkpoint.targets import (
@@ -52,6 +51,7 @@ from vescale_fsdp.checkpoint.targets import (
 from vescale_fsdp.checkpoint.unread import check_same
 from vescale_fsdp.engine import mark_blank
 from vescale_fsdp.errors import CheckpointCorruptError, RankMismatchError
+from vescale_fsdp.ranks import Ranks, everyone
 
 
 def load(
@@ -90,11 +90,11 @@ def load(
     ``to_empty``); two small messages per rank.
 
     Raises:
-        CheckpointIncompleteError: there is no whole checkpoint at ``path``, it lacks entries, or
-            another rank has died.
+        CheckpointIncompleteError: there is no whole checkpoint at ``path``, or it lacks entries.
         CheckpointCorruptError: bytes differ from those that were saved; names the file and tensor.
         CheckpointMismatchError: an entry has another shape.
-        RankMismatchError: ranks have another checkpoint, or other changes in ``weights``.
+        RankMismatchError: ranks have another checkpoint, or other changes in ``weights``; or one
+            has died, hangs, or does not load.
 
     After an error nothing has changed on any rank.
     """
@@ -119,7 +119,7 @@ def load_from(
             part of this rank is in need not be there.
     """
     begin_load()
-    ranks = all_ranks()
+    ranks = everyone()
     change = Change(ranks, f"the load of {folder}")
     with_rng = optimizer is not None if rng is None else rng
     returned: dict[str, Any] = {}
@@ -373,7 +373,7 @@ class Change:
         memory for its shards and for one more tensor.
         """
         blank = self._blank()
-        for arrival in arrivals:
+        for arrival in self.ranks.going_on(arrivals):
             if arrival.name in blank:
                 arrival.put(keep=False)
             else:
@@ -392,8 +392,8 @@ class Change:
                 state dict to load.
         """
         try:
-            self.ranks.exchange(self._title, lambda: [prepare(), self._changes()], self._same)
-            self.ranks.agree(self._title, self._apply)
+            self.ranks.together(self._title, lambda: [prepare(), self._changes()], self._same)
+            self.ranks.together(self._title, self._apply)
         except BaseException:
             self._undo()
             raise

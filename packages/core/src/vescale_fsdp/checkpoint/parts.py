@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +52,7 @@ def items_of(
     return [*found, *texts]
 
 
-def write_items(folder: Path, rank: int, items: Sequence[Item], *, overwrites: bool = False) -> Any:
+def write_items(folder: Path, rank: int, items: Iterable[Item], *, overwrites: bool = False) -> Any:
     """Write and flush the data file of a rank. Returns JSON for `manifest_of`.
 
     Args:

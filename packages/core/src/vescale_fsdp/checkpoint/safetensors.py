@@ -20,7 +20,6 @@ from vescale_fsdp.checkpoint.contents import Contents
 from vescale_fsdp.checkpoint.files import write_file
 from vescale_fsdp.checkpoint.loading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span, TensorEntry
-from vescale_fsdp.checkpoint.ranks import all_ranks
 from vescale_fsdp.checkpoint.safetensors_files import (
     INDEX,
     Entry,
@@ -41,6 +40,7 @@ from vescale_fsdp.errors import (
     CheckpointValueError,
     CheckpointWriteError,
 )
+from vescale_fsdp.ranks import everyone
 
 MAX_FILE_BYTES = 5 * 10**9
 
@@ -78,7 +78,7 @@ def save_safetensors(
         CheckpointMismatchError: ranks hold different models.
         RankMismatchError: ranks have different arguments.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
-        CheckpointIncompleteError: another rank has died.
+        RankMismatchError: another rank has died.
 
     After an error there are no new files.
     """
@@ -116,7 +116,7 @@ def save_safetensors(
 
     def write() -> None:
         with PlacedWriter(writing.folder) as writer:
-            for piece in writing.local.chosen(writing.task):
+            for piece in writing.ranks.going_on(writing.local.chosen(writing.task)):
                 file, offset = writing.task["told"][piece.name]
                 held = _dtype_in_file(piece.data.dtype, dtype)
                 place = Entry(file, held, piece.shape, offset)
@@ -228,8 +228,8 @@ def load_safetensors(
     format has no checksums.
 
     Raises:
-        CheckpointIncompleteError: there are no such files, names are missing, or another rank has
-            died.
+        CheckpointIncompleteError: there are no such files, or names are missing.
+        RankMismatchError: another rank has died.
         CheckpointMismatchError: a name is unexpected, or has another shape or kind of dtype.
         CheckpointCorruptError: a file or the index violates the format, or cannot be
             read.
@@ -237,7 +237,7 @@ def load_safetensors(
     After an error nothing has changed on any rank.
     """
     begin_load()
-    ranks = all_ranks()
+    ranks = everyone()
     change = Change(ranks, f"the load of {path}")
     names = LoadedNames([], [])
 

@@ -25,11 +25,10 @@ from vescale_fsdp.checkpoint.contents import (
 )
 from vescale_fsdp.checkpoint.files import write_errors
 from vescale_fsdp.checkpoint.manifest import Manifest, Seal
-from vescale_fsdp.checkpoint.ranks import all_ranks, disconnect, meet
 from vescale_fsdp.checkpoint.seal import FEWEST, next_sequence, prune
-from vescale_fsdp.engine import LONG_TIMEOUT_S
 from vescale_fsdp.engine import check_reduced as check_reduced  # also for the adapters
 from vescale_fsdp.errors import CheckpointWriteError, RankMismatchError
+from vescale_fsdp.ranks import everyone, limit_s
 
 
 class SaveHandle:
@@ -84,7 +83,7 @@ _last: SaveHandle | None = None
 def finish_saves() -> Callable[[], None]:
     """Wait for the save that was started last. Returns a function that raises its error.
 
-    Call that function inside `Ranks.exchange`, so that all ranks raise: on some of them the user
+    Call that function inside `Ranks.together`, so that all ranks raise: on some of them the user
     may already have called ``wait()``, which takes the error.
     """
     global _last
@@ -104,16 +103,17 @@ def begin_save() -> None:
     It waits for the save before, which may be under way in the background.
 
     Raises:
-        RankMismatchError: a rank did not come in the time of a collective (`waiting`), or it has
-            come to something else.
+        RankMismatchError: a rank did not come in the time of a collective (`limit_s`), or it has
+            come to something else, or has died.
         Exception: that of the last save, if it was in the background and has failed.
     """
-    meet("the save of a checkpoint", finish_saves(), None)
+    everyone().meet("the save of a checkpoint", finish_saves())
 
 
 def begin_load() -> None:
     """As `begin_save`, for a load. Ranks may have prepared for long before it."""
-    meet("the load of a checkpoint", finish_saves(), LONG_TIMEOUT_S)
+    late = limit_s(may_be_late=True)
+    everyone().meet("the load of a checkpoint", finish_saves(), timeout_s=late)
 
 
 def leave_saves(seconds: float) -> None:
@@ -128,7 +128,7 @@ def leave_saves(seconds: float) -> None:
     if handle is not None and handle._thread is not None:
         handle._thread.join(seconds)
         if not handle.is_done:
-            disconnect("another rank was lost")
+            everyone().disconnect("another rank was lost")
 
 
 def save(
@@ -186,7 +186,7 @@ def save(
         CheckpointMismatchError: ranks hold different models, or an optimizer has parameters of
             another model.
         CheckpointWriteError: disk full, no permission, no folder that all ranks share.
-        CheckpointIncompleteError: another rank has died.
+        RankMismatchError: another rank has died, hangs, or does not save.
         ValueError: the model contains units, and has trainable parameters that nothing reduces.
     """
     global _last
@@ -214,7 +214,8 @@ def save(
     def write() -> Any:
         try:
             found = items if async_ else chosen(copies=False)
-            return parts.write_items(writing.folder, writing.ranks.rank, found)
+            going_on = writing.ranks.going_on(found)
+            return parts.write_items(writing.folder, writing.ranks.rank, going_on)
         finally:
             items.clear()  # free the copies
 
@@ -258,7 +259,7 @@ class Writing:
 
     def __init__(self, target: Path, title: str, *, into: bool = False) -> None:
         begin_save()
-        self.ranks = all_ranks()
+        self.ranks = everyone().thread()  # the last part may run in the background
         self._target, self._title, self._into = target, title, into
         self._stage: seal.Stage | None = None
 
@@ -293,7 +294,7 @@ class Writing:
             return [{**task, **where, "told": each} for task, each in zip(tasks, told, strict=True)]
 
         with self._abandoned_on_error():
-            self.task = self.ranks.exchange(self._title, offer, combine, self._abandon)
+            self.task = self.ranks.together(self._title, offer, combine, give_up=self._abandon)
             self.folder = self._target.with_name(self.task["stage"])
 
     @staticmethod
@@ -316,7 +317,7 @@ class Writing:
         Collective.
         """
         with self._abandoned_on_error():
-            self.ranks.agree(self._title, work)
+            self.ranks.together(self._title, work)
 
     def write(
         self, write: Callable[[], Any], publish: Callable[[seal.Stage, list[Any]], None]
@@ -335,7 +336,7 @@ class Writing:
             return [None] * len(written)
 
         with self._abandoned_on_error():
-            self.ranks.exchange(self._title, write, combine, self._abandon)
+            self.ranks.together(self._title, write, combine, give_up=self._abandon)
 
     @contextlib.contextmanager
     def _abandoned_on_error(self) -> Iterator[None]:

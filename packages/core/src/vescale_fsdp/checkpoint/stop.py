@@ -29,10 +29,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp import compat, waiting
+from vescale_fsdp import compat
 from vescale_fsdp.backends import is_fake
-from vescale_fsdp.engine import LONG_TIMEOUT_S, store_for
 from vescale_fsdp.errors import RankMismatchError
+from vescale_fsdp.ranks import everyone, limit_s, waits
+from vescale_fsdp.ranks.threads import Call
 
 _CLOSED = "closed"
 _DAY_S = 86_400.0
@@ -199,7 +200,7 @@ class _Peers:
         self._tally, self._timeout_s = tally, timeout_s
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         # Clones have connections of their own. A wait blocks all other calls on its connection.
-        default: Any = store_for(list(range(self._size)), LONG_TIMEOUT_S)
+        default = everyone().store(limit_s(may_be_late=True))
         self._store, ears = default.clone(), default.clone()
         turn = self._store.add(f"stop/turn/{self._rank}", 1)
         self._place = f"stop/{turn}"
@@ -238,28 +239,18 @@ class _Peers:
 
         The store does not answer if its host is gone; then the call would never return.
         """
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                ask()
-            except Exception as error:  # noqa: BLE001  raised below
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="vescale-fsdp stop tells", daemon=True)
+        call = Call(ask)
         try:
-            thread.start()
+            call.start()
         except RuntimeError:  # from Python 3.12 on, if the interpreter ends
-            ask()
-            return True
+            call.run()
         end = time.monotonic() + timeout_s
-        while thread.is_alive() and time.monotonic() < end:
-            thread.join(_POLL_S)
-            if _is_cut_off():
-                break
-        if errors:
-            raise errors[0]
-        return not thread.is_alive()
+        while not call.ended.wait(_POLL_S) and time.monotonic() < end and not _is_cut_off():
+            pass
+        if not call.ended.is_set():
+            return False
+        call.result()
+        return True
 
     def arrive(self) -> bool:
         """Call at the end of a step. Returns whether to stop.
@@ -343,4 +334,4 @@ class _Peers:
 def _is_cut_off() -> bool:
     """Whether this rank's connections to the others have been closed, because one is lost."""
     world = dist.group.WORLD if dist.is_initialized() else None
-    return world is not None and waiting.is_closed(world)
+    return world is not None and waits.is_closed(world)

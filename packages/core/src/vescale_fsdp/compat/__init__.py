@@ -1,9 +1,8 @@
-"""Everything that this package uses of torch beyond its public API, and its process groups.
+"""Everything that this package uses of torch beyond its public API.
 
 Private names of torch are in these files only (tests/test_compat.py). So a new release of torch
 changes only these files. `versions` gives names of ours to private functions. `patches` changes
-functions and tables of torch. `groups` has communicators and collectives. They are for torch 2.13
-to 2.15: docs/design/torch-versions.md.
+functions and tables of torch. They are for torch 2.13 to 2.15: docs/design/torch-versions.md.
 """
 
 from torch._C._distributed_c10d import FileStore, Store
@@ -25,27 +24,6 @@ from torch.serialization import _get_layout as layout_of_name
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from vescale_fsdp.compat.groups import (
-    all_gather_many,
-    all_gather_single,
-    all_gather_uneven,
-    all_reduce,
-    all_to_all_single,
-    allocates,
-    axis_ranks,
-    broadcast,
-    gather_uneven,
-    group_over,
-    is_fsdp2_collective,
-    mesh_group,
-    mesh_over,
-    new_gloo_group,
-    new_group,
-    reduce_scatter_many,
-    reduce_scatter_single,
-    symmetric_memory,
-    uses_symmetric_memory,
-)
 from vescale_fsdp.compat.patches import (
     has_other_init_group,
     members_of,
@@ -86,6 +64,7 @@ from vescale_fsdp.compat.versions import (
     TENSOR_DATA,
     agents_in,
     archive_records,
+    coalescing,
     concatenate_meshes,
     count_groups_from_zero,
     current_backward,
@@ -114,6 +93,7 @@ from vescale_fsdp.compat.versions import (
     storage_info,
     storages_of,
     store_wait,
+    symmetric_pool,
     takes_functional_gradient,
     wish_of_backward,
     without_torch_function,
@@ -125,31 +105,28 @@ __all__ = [
     "ProcessGroupAllocAllGather", "ProcessGroupAllocReduceScatter", "ShardPlacementResult",
     "Store", "StridedShard", "SymmMemAllGather", "TensorMeta", "TorchDispatchMode",
     "TraceableDTensor", "agents_in",
-    "all_gather_many", "all_gather_single", "all_gather_uneven", "all_reduce", "all_to_all_single",
-    "allocates", "archive_records", "axis_ranks", "broadcast", "compile_for_each_shape",
+    "archive_records", "coalescing", "compile_for_each_shape",
     "concatenate_meshes",
     "count_groups_from_zero",
     "current_backward", "current_node", "default_store", "flattened", "forget_meshes",
     "forget_stages", "fqn_of", "free_workspaces",
-    "gather_uneven", "group_over", "has_other_init_group", "has_traced",
+    "has_other_init_group", "has_traced",
     "in_functional_call",
-    "init_group", "is_fsdp2_collective", "is_ignored_by_ddp", "is_reduced_by_ddp",
+    "init_group", "is_ignored_by_ddp", "is_reduced_by_ddp",
     "is_replicated_type",
     "is_traceable_wrapper_subclass", "is_transforming", "is_wrapper", "layout_of_name",
     "leave_to_python",
-    "local_tensor", "members_of", "mesh_group", "mesh_info", "mesh_over", "neg_view",
-    "new_gloo_group", "new_group",
+    "local_tensor", "members_of", "mesh_info", "neg_view",
     "num_holders", "outside_functorch", "parameters_of_running_ddp", "preserve_versions", "pytree",
     "queue_backward_callback",
-    "rebuild_tensor", "recompute", "recorded", "reduce_scatter_many", "reduce_scatter_single",
+    "rebuild_tensor", "recompute", "recorded",
     "refuse_boxes", "refuse_overwriting", "refuse_tracing", "register_first_forward_hook",
     "register_first_step_post_hook", "replace_backward", "replace_init_group",
     "replace_module_methods",
     "route_creation", "route_distribution", "route_from_local", "route_numbers",
     "route_redistribute", "route_state_creation",
     "set_fsdp2_state", "set_versions", "spmd_types_of", "storage_info", "storages_of",
-    "store_wait", "support_foreach", "symmetric_memory", "take_spmd_type",
+    "store_wait", "support_foreach", "symmetric_pool", "take_spmd_type",
     "takes_functional_gradient", "unregister", "unregister_recompute",
-    "uses_symmetric_memory",
     "wish_of_backward", "without_step_hooks", "without_torch_function", "write_all_boxes",
 ]  # fmt: skip

@@ -364,7 +364,7 @@ def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> 
 
 
 def replace_backward(replacement: Callable[..., Any]) -> None:
-    """Let ``backward`` and ``torch.autograd.grad`` call ``replacement(run, inputs, ...)``.
+    """Let ``backward`` and ``torch.autograd.grad`` call ``replacement(run, outputs, inputs, ...)``.
 
     ``run(inputs, allows_unused)`` is the original, ``accumulates`` tells the first from the second,
     ``makes_graph`` is ``create_graph``. Once.
@@ -391,7 +391,7 @@ def replace_backward(replacement: Callable[..., Any]) -> None:
             )
 
         return replacement(
-            *(run, inputs),
+            *(run, outputs, inputs),
             accumulates=accumulate_grad,
             allows_unused=allow_unreachable,
             makes_graph=create_graph,

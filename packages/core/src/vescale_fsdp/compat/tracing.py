@@ -84,7 +84,7 @@ def _prepare_dynamo() -> None:
     route(guards.check_dtensor_spec, checked)
     # Where it has left the compiled code, it would compile each function that Python calls. Of
     # torch's own DTensor it compiles none.
-    for name in ("ragged", "compat.groups", "compat.tracing", "waiting", "backends"):
+    for name in ("ragged", "compat.tracing", "ranks", "backends"):
         trace_rules.add(f"vescale_fsdp.{name}")
 
 

@@ -168,6 +168,18 @@ def count_groups_from_zero() -> None:
         dist.distributed_c10d._world.group_count = 0
 
 
+def coalescing(group: dist.ProcessGroup) -> Any:
+    """A context in which collectives are started together, which waits like a ``Work``."""
+    return dist.distributed_c10d._coalescing_manager(group, async_ops=True)
+
+
+def symmetric_pool(device: torch.device) -> Any:
+    """The memory pool of symmetric memory, which all ranks can access."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    return symmetric.get_mem_pool(device)
+
+
 def default_store() -> Store:
     """The key-value store behind the default process group."""
     store: Store = dist.distributed_c10d._get_default_store()

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, devices, transfers
+from vescale_fsdp import devices, transfers
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.codec import (
@@ -52,6 +52,7 @@ from vescale_fsdp.dbuffer.transport import (
 )
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.planner import ShardLayout
+from vescale_fsdp.ranks import collectives
 
 Reduction = Literal["native", "all_to_all"]
 
@@ -123,7 +124,7 @@ class Comm:
         if self._batch is not None:
             return self._batch.gather(full, own)
         if self.reduction == "native" or not is_worthwhile(own, group):
-            return compat.all_gather_single(full, own, group)
+            return collectives.all_gather_single(full, own, group)
         parts = full.view(self.size, -1).unbind()
         exchange = Exchange([own] * self.size, parts, self.rank, group)
         if own.data_ptr() != parts[self.rank].data_ptr():
@@ -181,7 +182,7 @@ class Comm:
                 own,
                 self.rank,
                 self.gather_group,
-                in_place=compat.uses_symmetric_memory(custom),
+                in_place=collectives.uses_symmetric_memory(custom),
                 first=first,
             )
         if first is None and own.dtype == full.dtype and devices.is_same(own, full):
@@ -226,7 +227,7 @@ class Comm:
             return None
         ranks = dist.get_process_group_ranks(self.gather_group)
         first = self.rank // num_parts * num_parts
-        group = compat.group_over(ranks[first : first + num_parts], self.gather_group)
+        group = collectives.group_over(ranks[first : first + num_parts], self.gather_group)
         neighbours = replace(
             self,
             gather_group=group,
@@ -301,7 +302,9 @@ class Comm:
         if self._batch is not None:
             pending.work = self._batch.reduce(pending.done, sent, op)
         else:
-            pending.work = compat.reduce_scatter_single(pending.done, sent, op, self.reduce_group)
+            pending.work = collectives.reduce_scatter_single(
+                pending.done, sent, op, self.reduce_group
+            )
         return pending
 
     def start_encoded_reduce(
@@ -339,7 +342,7 @@ class Comm:
         if not is_worthwhile(sent[0], self.reduce_group):
             parts = pending.borrow(full.numel(), full.dtype)
             pending.parts = parts.view(self.size, -1).unbind()
-            pending.work = compat.all_to_all_single(parts, full, self.reduce_group)
+            pending.work = collectives.all_to_all_single(parts, full, self.reduce_group)
             return
         others = pending.borrow(full.numel() - sent[0].numel(), full.dtype)
         received = list(others.view(self.size - 1, -1).unbind())
@@ -366,7 +369,7 @@ class Comm:
             outer = self.among_replicas
             return outer.start_reduce(shard, shard.dtype, pool, divisor, only_sums=True)
         self.issued_outside.count("reductions", shard.numel())
-        work = compat.all_reduce(shard, self.replica_group)
+        work = collectives.all_reduce(shard, self.replica_group)
         return PendingReduce(shard.dtype, done=shard, work=work, divisor=divisor)
 
 

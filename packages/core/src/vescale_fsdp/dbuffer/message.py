@@ -21,13 +21,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp import devices
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.collectives import Comm
 from vescale_fsdp.dbuffer.memory import SlabPool
 from vescale_fsdp.dbuffer.transport import Exchange, PendingReduce, ThenCopy
 from vescale_fsdp.devices import Waitable
+from vescale_fsdp.ranks import collectives, waits
 
 _ALIGNMENT = 16  # bytes
 
@@ -172,12 +173,12 @@ class Flags:
             self._work = Exchange([values] * comm.size, received, comm.rank, group)
             self._parts = [part for rank, part in enumerate(received) if rank != comm.rank]
         else:
-            self._work = compat.all_reduce(values, group, dist.ReduceOp.MAX)
+            self._work = collectives.all_reduce(values, group, dist.ReduceOp.MAX)
 
     def finish(self) -> torch.Tensor:
         """Wait for the other ranks (on CUDA the current stream does). Call it once."""
         if self._work is not None:
-            waiting.wait(self._work, "the flags of used parameters")
+            waits.wait(self._work, "the flags of used parameters")
         for part in self._parts:
             torch.maximum(self._values, part, out=self._values)
         if self._outer is not None:

@@ -42,10 +42,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, devices, interruptible, notes, transfers, waiting
+from vescale_fsdp import devices, transfers
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.memory import Lasting, SlabPool, mapped_empty
 from vescale_fsdp.devices import Waitable
+from vescale_fsdp.ranks import collectives, waits
 
 # Of the part for each rank. For shorter ones one call of a collective is enough.
 SHORTEST_BYTES = 1 << 13
@@ -88,7 +89,7 @@ class Exchange:
         try:
             self._start(sent, received, rank)
         except RuntimeError as error:
-            raise waiting.failure(error, group, _WHAT, time.monotonic()) from error
+            raise waits.failure(error, group, _WHAT, time.monotonic()) from error
 
     def _start(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rank: int
@@ -114,14 +115,7 @@ class Exchange:
         Raises:
             RankMismatchError: a rank did not take part in time, or is no longer connected.
         """
-        waiting.check_connected(self._group)  # gloo may have forgotten the messages
-        started, deadline = time.monotonic(), waiting.deadline_for(self._group)
-        try:
-            with waiting.watched(_WHAT, self._group):
-                interruptible.carry_out(lambda: waiting.wait_until(self._works, deadline))
-        except RuntimeError as error:
-            raise waiting.failure(error, self._group, _WHAT, started) from error
-        notes.finish(_WHAT)
+        waits.wait_for_messages(self._works, self._group, _WHAT)
         self._works, self._tensors = [], ()
 
 
@@ -156,11 +150,11 @@ class Batch:
         if self._gathers:
             fulls, owns = map(list, zip(*self._gathers, strict=True))
             self._work[None] = devices.start_beside(
-                device, lambda: compat.all_gather_many(fulls, owns, gather_group)
+                device, lambda: collectives.all_gather_many(fulls, owns, gather_group)
             )
         for op, pairs in self._reductions.items():
             shards, sources = map(list, zip(*pairs, strict=True))
-            self._work[op] = compat.reduce_scatter_many(shards, sources, op, reduce_group)
+            self._work[op] = collectives.reduce_scatter_many(shards, sources, op, reduce_group)
         self._gathers.clear()
         self._reductions.clear()
 
@@ -204,8 +198,8 @@ class ThenCopy:
 
 def memory_for(gather: Any, device: torch.device) -> AbstractContextManager[None]:
     """Return a context to allocate the full buffer in, so that ``gather`` can write to it."""
-    symmetric = compat.uses_symmetric_memory(gather)
-    return compat.symmetric_memory(device) if symmetric else devices.private_memory(device)
+    symmetric = collectives.uses_symmetric_memory(gather)
+    return collectives.symmetric_memory(device) if symmetric else devices.private_memory(device)
 
 
 def start_custom_gather(
@@ -303,8 +297,8 @@ class PendingReduce:
         """Wait at most ``seconds``. Returns whether it has ended."""
         if self.work is None:
             return True
-        if not isinstance(self.work, waiting.Ending):
-            self.work = waiting.Ending(self.work, has_streams=devices.has_streams(device))
+        if not isinstance(self.work, waits.Ending):
+            self.work = waits.Ending(self.work, has_streams=devices.has_streams(device))
         return self.work.has_ended(seconds)
 
     def finish(self, what: str = "a reduction") -> torch.Tensor:
@@ -316,7 +310,7 @@ class PendingReduce:
             what: names the reduction in errors.
         """
         if self.work is not None:
-            waiting.wait(self.work, what)
+            waits.wait(self.work, what)
             self.work = None
         result = self.done
         if self.parts is not None:

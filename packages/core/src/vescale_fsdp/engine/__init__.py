@@ -15,8 +15,8 @@ Read in this order; each file is one concept.
 - What is sent, and when: `vescale_fsdp.program` decides (a floor of its own), `engine` carries it
   out and owns what changes; `reducing` (what a model sends together) and `reduce` (a group's
   gradients).
-- What keeps ranks together: `store` (of an attempt, and rounds through it), `agreement` (before
-  collectives), `settling` (of a step).
+- What keeps ranks together: `agreement` (what they compare before collectives) and `settling` (of
+  a step), through `vescale_fsdp.ranks` (a floor of its own).
 - `remesh` moves all of it to another number of ranks; `late` takes in modules that were added, and
   finds parameters in no unit; `first_backward` finds what a first backward did not train.
 - What users call: `methods`, `tuning`, `clip`, `finite`, `streaming` (whole parameters, in
@@ -31,7 +31,6 @@ from torch.distributed.fsdp import (
 )
 
 from vescale_fsdp.dbuffer import Residuals
-from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S
 from vescale_fsdp.engine.api import fully_shard
 from vescale_fsdp.engine.budget import (
     Budget,
@@ -73,15 +72,11 @@ from vescale_fsdp.engine.quantized import (
 )
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
 from vescale_fsdp.engine.remesh import check_remesh, remesh
-from vescale_fsdp.engine.settling import come_together
-from vescale_fsdp.engine.store import AbsentError, init_process_group, store_for
 from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
 
 __all__ = [
     "HEADS",
-    "LONG_TIMEOUT_S",
-    "AbsentError",
     "Budget",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
@@ -108,13 +103,11 @@ __all__ = [
     "check_remesh",
     "clip_grad_norm_",
     "combine",
-    "come_together",
     "describe",
     "divide",
     "divisions_to_try",
     "fully_shard",
     "generating",
-    "init_process_group",
     "is_matrix",
     "late_modules",
     "map_tensors",
@@ -126,7 +119,6 @@ __all__ = [
     "repeated_blocks",
     "replaced_parameters",
     "share_comm_ctx",
-    "store_for",
     "stream_parameters",
     "trace_of_trial",
     "tuning_of",

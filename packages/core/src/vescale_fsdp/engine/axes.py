@@ -30,6 +30,7 @@ from vescale_fsdp import compat, devices
 from vescale_fsdp.backends import backend_name, spelling_of
 from vescale_fsdp.dbuffer import Comm, choose_reduction, let_ranks_go_first
 from vescale_fsdp.program.zero_table import ZERO_TABLE, Kept, Row
+from vescale_fsdp.ranks import collectives
 
 
 @dataclass(frozen=True)
@@ -104,20 +105,20 @@ class Axes:
         """The global ranks of this rank's replica."""
         if self.shard is None:
             return (dist.get_rank(),)
-        return tuple(compat.axis_ranks(self.mesh, self.shard))
+        return tuple(collectives.axis_ranks(self.mesh, self.shard))
 
     @cached_property
     def replica_ranks(self) -> tuple[int, ...]:
         """The global ranks that have the same shard as this rank."""
         if self.replicate is None:
             return (dist.get_rank(),)
-        return tuple(compat.axis_ranks(self.mesh, self.replicate))
+        return tuple(collectives.axis_ranks(self.mesh, self.replicate))
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """The mesh's own process groups: of the shards, then of the replicas."""
         axes = [axis for axis in (self.shard, self.replicate) if axis is not None]
-        return [compat.mesh_group(self.mesh, axis) for axis in axes]
+        return [collectives.mesh_group(self.mesh, axis) for axis in axes]
 
     @property
     def ranks(self) -> list[int]:
@@ -152,7 +153,7 @@ class Axes:
             return self.mesh
         assert self.shard is not None, "a row that cuts outside cuts inside"
         inner_first = self.mesh.mesh if self.shard == 0 else self.mesh.mesh.t()
-        return compat.mesh_over(inner_first.flatten().tolist(), self.mesh)
+        return collectives.mesh_over(inner_first.flatten().tolist(), self.mesh)
 
     def joined(self, inner: DeviceMesh, fqn: str) -> DeviceMesh:
         """Return a mesh of these axes, followed by those of ``inner``, that of a parameter.
@@ -212,13 +213,15 @@ def comm_for(axes: Axes) -> Comm:
     if comm is None or world is not dist.group.WORLD:
         has_replicas = axes.num_replicas > 1
         comm = Comm(
-            gather_group=compat.new_group(list(axes.shard_ranks), of_shards),
-            reduce_group=compat.new_group(list(axes.shard_ranks), of_shards),
+            gather_group=collectives.new_group(list(axes.shard_ranks), of_shards),
+            reduce_group=collectives.new_group(list(axes.shard_ranks), of_shards),
             rank=axes.rank,
             size=axes.num_shards,
             reduction=choose_reduction(backend_name(of_shards, device)),
             replica_group=(
-                compat.new_group(list(axes.replica_ranks), of_replicas) if has_replicas else None
+                collectives.new_group(list(axes.replica_ranks), of_replicas)
+                if has_replicas
+                else None
             ),
             num_replicas=axes.num_replicas,
             replica=axes.replica,
@@ -240,12 +243,12 @@ def _connect(comm: Comm, device: torch.device) -> None:
     """
     own, parts = torch.zeros(1, device=device), torch.zeros(comm.size, device=device)
     if comm.size > 1:
-        compat.all_gather_single(parts, own, comm.gather_group).wait()
-        compat.reduce_scatter_single(own, parts, dist.ReduceOp.SUM, comm.reduce_group).wait()
+        collectives.all_gather_single(parts, own, comm.gather_group).wait()
+        collectives.reduce_scatter_single(own, parts, dist.ReduceOp.SUM, comm.reduce_group).wait()
     if comm.replica_group is not None:
         replicas = torch.zeros(comm.num_replicas, device=device)
-        compat.all_reduce(own, comm.replica_group).wait()
-        compat.all_gather_single(replicas, own, comm.replica_group).wait()
+        collectives.all_reduce(own, comm.replica_group).wait()
+        collectives.all_gather_single(replicas, own, comm.replica_group).wait()
 
 
 _DEFAULTS = {1: "zero3", 2: "hsdp"}  # by the number of axes: FSDP2's

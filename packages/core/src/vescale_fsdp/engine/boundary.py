@@ -33,15 +33,26 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.containers import Copies, replace_tensors, tensors_requiring_grad
+from vescale_fsdp.engine.slot import Slot
+
+
+class Model(Protocol):
+    """The methods of the engine (`engine.Engine`) that a backward by parameters calls."""
+
+    def slots(self) -> Iterator[Slot]:
+        """The parameters of all units."""
+
+    def pass_over_backward(self) -> None:
+        """Take part in a backward that comes to no unit on this rank."""
 
 
 class Call(ABC):
@@ -52,9 +63,11 @@ class Call(ABC):
 
     Args:
         fqn: of the unit, for errors.
+        model: that the unit is in; None: none that ranks train together.
     """
 
-    def __init__(self, fqn: str) -> None:
+    def __init__(self, fqn: str, model: Model | None = None) -> None:
+        self.model = model
         self.where = repr(fqn) if fqn else "at the root"
         self.takes_gradients = False  # whether an input wants a gradient
         self.given: Sequence[torch.Tensor] = ()  # the inputs that do, until the forward ends
@@ -134,6 +147,23 @@ def leave_again(
     if all(_is_of(call, node) or _is_watched(call, node) for node in nodes):
         return value, was_reachable
     return leave(call, value)[0], True
+
+
+def models_behind(outputs: Iterable[Any]) -> list[Model]:
+    """Find the models that tensors, or edges of a graph, come from. It looks at each node."""
+    found: dict[Model, None] = {}
+    nodes = [each.grad_fn if isinstance(each, torch.Tensor) else each.node for each in outputs]
+    seen: set[Any] = {None}
+    while nodes:
+        node: Any = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for call in (*node.metadata.get(_CALLS, ()), getattr(node, "call", None)):
+            if isinstance(call, Call) and call.model is not None:
+                found[call.model] = None
+        nodes += [each for each, _ in node.next_functions]
+    return list(found)
 
 
 def _is_elsewhere(call: Call, tensor: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from vescale_fsdp import compat, notes
+from vescale_fsdp import compat
 from vescale_fsdp.backends import backend_name, collective_device
 from vescale_fsdp.dbuffer import Exchange
 from vescale_fsdp.ragged import (
@@ -31,6 +31,7 @@ from vescale_fsdp.ragged import (
     holding_of,
     ragged_axis_of,
 )
+from vescale_fsdp.ranks import collectives, notes
 
 _ALIGNMENT = 16  # bytes, of the part that each rank sends
 
@@ -276,7 +277,7 @@ def _all_gather(parts: list[Tensor], mine: Tensor, group: dist.ProcessGroup) -> 
         return None
     if backend_name(group, mine.device) == "gloo":
         return Exchange([mine] * len(parts), parts, dist.get_rank(group), group)
-    return compat.all_gather_uneven(parts, mine, group)
+    return collectives.all_gather_uneven(parts, mine, group)
 
 
 def _gather(parts: list[Tensor], mine: Tensor, receiver: int, group: dist.ProcessGroup) -> Any:
@@ -287,7 +288,7 @@ def _gather(parts: list[Tensor], mine: Tensor, receiver: int, group: dist.Proces
     if backend_name(group, mine.device) == "gloo":
         sent = [mine if rank != receiver == peer else nothing for peer in range(size)]
         return Exchange(sent, parts or [nothing] * size, rank, group)
-    return compat.gather_uneven(parts, mine, receiver, group)
+    return collectives.gather_uneven(parts, mine, receiver, group)
 
 
 def make_buckets(outputs: list[Output], bucket_bytes: int, to: To) -> list[Bucket]:

@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from vescale_fsdp import compat, waiting
+from vescale_fsdp import compat
 from vescale_fsdp.engine.finite import what_is_not_finite
 from vescale_fsdp.engine.late import check_reduced
 from vescale_fsdp.engine.ownership import replaced_parameters
 from vescale_fsdp.engine.slot import listed
 from vescale_fsdp.errors import NonFiniteError
 from vescale_fsdp.ragged import RaggedShard, max_over_ranks
+from vescale_fsdp.ranks import collectives, waits
 
 
 def join_adjacent(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -192,7 +193,7 @@ def _axes_of(grad: torch.Tensor) -> _Axes:
         return ()
     cuts = RaggedShard | Shard | compat.StridedShard
     cut = [axis for axis, p in enumerate(grad.placements) if isinstance(p, cuts)]
-    return tuple(compat.mesh_group(grad.device_mesh, axis) for axis in cut)
+    return tuple(collectives.mesh_group(grad.device_mesh, axis) for axis in cut)
 
 
 def _norm_over(
@@ -212,7 +213,7 @@ def _norm_over(
         return local
     power: torch.Tensor = local**order
     for axis in axes:
-        waiting.wait(compat.all_reduce(power, axis), "the norm of gradients")
+        waits.wait(collectives.all_reduce(power, axis), "the norm of gradients")
     root: torch.Tensor = power ** (1.0 / order)
     return root
 

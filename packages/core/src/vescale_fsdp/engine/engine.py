@@ -10,19 +10,18 @@ import contextlib
 import os
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 
-from vescale_fsdp import compat, devices, notes
-from vescale_fsdp.backends import is_fake
+from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.activations import Offload
-from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, Subject, agree, agree_on, fingerprint_of
+from vescale_fsdp.engine.agreement import fingerprint_of
 from vescale_fsdp.engine.axes import Axes, comm_for
-from vescale_fsdp.engine.first_backward import check_replaced, note_root, warn_of_several_roots
+from vescale_fsdp.engine.first_backward import check_replaced, note_root
 from vescale_fsdp.engine.group import Fetched, Group
-from vescale_fsdp.engine.inputs import leaves_out_parameters
+from vescale_fsdp.engine.inputs import leaves_out_parameters, note_begun
 from vescale_fsdp.engine.reducing import Mail, Reducing
 from vescale_fsdp.engine.settling import (
     MEETING_TIMEOUT_S,
@@ -32,16 +31,16 @@ from vescale_fsdp.engine.settling import (
     settle,
     stall,
 )
-from vescale_fsdp.engine.store import store_for
+from vescale_fsdp.engine.slot import Slot
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
 from vescale_fsdp.program.order import Program
 from vescale_fsdp.program.residency import Lease
 from vescale_fsdp.program.window import Policy
+from vescale_fsdp.ranks import limit_s, notes, over
 
-_SAME_MODEL = "Build the same model, with the same arguments of fully_shard, on every rank"
-_SAME_MESH = "Pass the same mesh, and the same arguments that name its axes, on every rank"
+_SAME_MODEL = "Build the same model, with the same mesh and arguments of fully_shard, on every rank"
 _SAME_ORDER = (
     "Run units in the same order on every rank. A rank may leave out units that others run if all "
     "units of the model are on one mesh; if not, make what it leaves out part of a larger unit"
@@ -111,11 +110,9 @@ class Engine(Executor):
     def _agree_on_model(self, units: list[Unit]) -> None:
         described = fingerprint_of(units)
         for axes in self._axes.values():
-            mesh = Subject("mesh", [repr(axes)], _SAME_MESH)
-            model = Subject("model", described, _SAME_MODEL)
-            agree_on([mesh, model], axes.ranks, timeout_s=LONG_TIMEOUT_S)
-            if len(axes.ranks) > 1 and not is_fake():
-                notes.watch(store_for(axes.ranks, LONG_TIMEOUT_S), axes.ranks)
+            late = limit_s(may_be_late=True)
+            entries = [f"mesh {axes!r}", *described]
+            over(axes.ranks).agree("model", entries, _SAME_MODEL, timeout_s=late)
         # Counted by those alone that agree: the others may have counted another mesh.
         world = dist.group.WORLD
         assert world is not None, "a device mesh has initialised torch.distributed"
@@ -166,6 +163,10 @@ class Engine(Executor):
         if not self.passes.is_in_forward:
             self._begun_in = current
             self.is_after_backward = False
+            # A reentrant checkpoint has run it without gradients. Else a hook trains a model.
+            runs_again = self.passes.num_passes and not self.passes.wants_gradients
+            if current != _NONE and wants_gradients and runs_again:
+                self._note_root()
             if self._has_left:
                 self._meet(MEETING_TIMEOUT_S)
         self.passes.before_forward(unit, method, wants_gradients)
@@ -274,7 +275,7 @@ class Engine(Executor):
         """Compare the next collectives with the other ranks, through the store."""
         mine = None if unit is None else self._units[unit.index]()
         for axes in self._axes.values() if mine is None else (mine.groups[0].axes,):
-            agree("order of units", list(entries), axes.groups[0], _SAME_ORDER)
+            over(axes.groups[0]).agree("order of units", list(entries), _SAME_ORDER)
 
     def stall(self) -> None:
         """Tell the other ranks that this one is behind with its reductions."""
@@ -309,10 +310,27 @@ class Engine(Executor):
             self._end = weakref.ref(end)
             self.is_after_backward = False
             compat.queue_backward_callback(end)
+            note_begun(self)
             self._begin_reductions()
-            root = self._units[0]()
-            if not self._had_backward and root is not None:
-                note_root(root)
+            if self._begun_in == _NONE:  # else its forward has told
+                self._note_root()
+
+    def _note_root(self) -> None:
+        root = self._units[0]()
+        if not (self._had_backward or leaves_out_parameters() or root is None):
+            note_root(root)
+
+    def slots(self) -> Iterator[Slot]:
+        """The parameters of all units."""
+        return (slot for unit in self.units() for slot in unit.slots())
+
+    def pass_over_backward(self) -> None:
+        """Take part in a backward that comes to no unit on this rank. Other ranks may run some."""
+        if self._has_broken_off:
+            self._drop_step(MEETING_TIMEOUT_S)
+        if self._end is None:
+            with plain_tensors():
+                self.reduce_waiting()
 
     def reduce_waiting(self) -> None:
         """Reduce gradients of backwards without synchronization, outside of a backward."""
@@ -374,11 +392,8 @@ class Engine(Executor):
         """
         if self._had_backward or leaves_out_parameters():
             return
-        units = self.units()
-        check_replaced(slot for unit in units for slot in unit.slots())
+        check_replaced(self.slots())
         self._had_backward = True
-        if units:
-            warn_of_several_roots(units[0])
 
     def all_issued(self) -> None:
         """Start to exchange which parameters were used, for the groups to publish."""

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -32,17 +30,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import Comm, ParameterBuffer, pool_for
-from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.guard import Guard, Kind, Outputs
 from vescale_fsdp.engine.placement import local_data, spec_at_rest
 from vescale_fsdp.engine.slot import ParamToShard, Slot, carry, checked_local, local_of
-from vescale_fsdp.engine.store import first_and_other
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.program.residency import State
 from vescale_fsdp.ragged import contiguous_strides
+from vescale_fsdp.ranks import over
+from vescale_fsdp.ranks.ranks import merge_pairs
 
 
 def gathers_itself(param: nn.Parameter, dim: int | None, fqn: str) -> bool:
@@ -227,10 +225,10 @@ class ExtensionGroup(Group):
 
     def _agree_on(self, kinds: list[Kind], comm: Comm) -> None:
         """Raise on every rank unless all of them send inputs of the same shapes and dtypes."""
-        mine = json.dumps([f"{tuple(shape)} {dtype}" for shape, dtype in kinds])
-        payload = json.dumps([[mine, dist.get_rank(comm.gather_group)]])
+        mine = str([f"{tuple(shape)} {dtype}" for shape, dtype in kinds])
+        said = [[mine, dist.get_rank(comm.gather_group)]]
         group = comm.gather_group
-        answer = exchange("inputs of an extension", payload, group, _merged, _differing)
+        answer = over(group).exchange("inputs of an extension", said, merge_pairs, _differing)
         if not answer:
             return
         (slot,) = self.slots
@@ -369,13 +367,9 @@ def _as_it_came(
     return None if out is not None else (outputs[0], ())
 
 
-def _merged(payloads: list[str]) -> str:
-    return json.dumps(first_and_other(itertools.chain(*map(json.loads, payloads))))
-
-
-def _differing(merged: str) -> str:
+def _differing(said: list[tuple[str, int]]) -> str:
     """Return a sentence with a difference of two ranks; "" if there is none."""
-    (first, _), *others = json.loads(merged)
+    (first, _), *others = said
     for theirs, rank in others:
         return f"{first} on the first rank and {theirs} on rank {rank} after it"
     return ""

@@ -8,10 +8,10 @@ that case each gradient is checked separately, and the ranks exchange the names 
 
 from __future__ import annotations
 
-import json
+import itertools
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from typing import Literal, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -19,16 +19,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp import compat, waiting
 from vescale_fsdp.backends import collective_device
-from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.reduce import drop_waiting
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.errors import NonFiniteError
+from vescale_fsdp.ranks import collectives, over, waits
 
 Policy = Literal["raise", "skip", "ignore"]
 
 _MAX_NAMED = 8  # parameters in a message; the rest are counted
+Finding: TypeAlias = tuple[str, str, list[int]]  # name of a gradient, what is in it, ranks
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def check_gradients(module: nn.Module, policy: Policy = "raise") -> bool:
     group, device = _voters(params.values())
     suspicion = _suspicion([_values(gradient) for gradient in gradients.values()], device)
     if group is not None and dist.get_world_size(group) > 1:
-        waiting.wait(compat.all_reduce(suspicion, group), "the verdict of check_gradients")
+        waits.wait(collectives.all_reduce(suspicion, group), "the verdict of check_gradients")
     if not suspicion.item():
         return True
     text = _find(gradients, group)
@@ -149,8 +149,8 @@ def _voters(params: Iterable[nn.Parameter]) -> tuple[dist.ProcessGroup | None, t
     largest = max(by_ranks, key=len, default=frozenset())
     if by_ranks and all(ranks <= largest for ranks in by_ranks):
         mesh = by_ranks[largest]
-        group = compat.mesh_group(mesh, 0)
-        group = group if mesh.ndim == 1 else compat.group_over([*largest], group)
+        group = collectives.mesh_group(mesh, 0)
+        group = group if mesh.ndim == 1 else collectives.group_over([*largest], group)
         return group, torch.device(mesh.device_type)
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is initialised"
@@ -219,10 +219,11 @@ def _find(gradients: dict[str, torch.Tensor], group: dist.ProcessGroup | None) -
     """
     kinds = {name: _kind(_values(gradient)) for name, gradient in gradients.items()}
     rank = 0 if group is None else dist.get_rank()
-    payload = json.dumps([[name, kind, [rank]] for name, kind in kinds.items() if kind])
+    found = [(name, kind, [rank]) for name, kind in kinds.items() if kind]
     if group is None:
-        return _sentence(payload)
-    return exchange("gradients", payload, group, _merged, _sentence)
+        return _sentence(found)
+    sentence: str = over(group).exchange("gradients", found, _merged, _sentence)
+    return sentence
 
 
 def _kind(values: torch.Tensor) -> str:
@@ -230,18 +231,17 @@ def _kind(values: torch.Tensor) -> str:
     return " and ".join(word for word, has in (("NaN", has_nan), ("inf", has_inf)) if has)
 
 
-def _merged(payloads: list[str]) -> str:
+def _merged(found: list[list[Finding]]) -> list[Finding]:
     """Merge the findings of ranks: for each name and kind the ranks."""
     holders: dict[tuple[str, str], list[int]] = {}
-    for payload in payloads:
-        for name, kind, ranks in json.loads(payload):
-            holders.setdefault((name, kind), []).extend(ranks)
-    return json.dumps([[name, kind, ranks] for (name, kind), ranks in holders.items()])
+    for name, kind, ranks in itertools.chain(*found):
+        holders.setdefault((name, kind), []).extend(ranks)
+    return [(name, kind, ranks) for (name, kind), ranks in holders.items()]
 
 
-def _sentence(merged: str) -> str:
+def _sentence(found: list[Finding]) -> str:
     """Return the findings of all ranks as a sentence."""
-    holders = {(name, kind): ranks for name, kind, ranks in json.loads(merged)}
+    holders = {(name, kind): ranks for name, kind, ranks in found}
     if not holders:
         return ""
     named = [

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
-
-from torch import nn
+from functools import partial
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.slot import Slot, listed
@@ -55,41 +53,43 @@ def check_replaced(slots: Iterable[Slot]) -> None:
         )
 
 
-class _Root(NamedTuple):
-    unit: weakref.ref[Unit]
-    cls: type[nn.Module] | None
-    takes_gradients: bool  # whether an input of its forward wants a gradient
-
-
 _task = -1  # the number of the backward that is the first one of these roots
-_roots: list[_Root] = []
+_roots: list[weakref.ref[Unit]] = []
 
 
 def note_root(root: Unit) -> None:
-    """Note the root of a model when its first backward begins."""
+    """Note the root of a model when its first backward begins, or its forward within a backward.
+
+    In a reentrant checkpoint each block runs again within the backward of the loss, and then has a
+    backward of its own. The former is what all blocks have in common.
+    """
     global _task
     task = compat.current_backward()
     if task != _task:
         _task = task
         _roots.clear()
-    takes_gradients = any(call.takes_gradients for call in root.open_calls)
-    _roots.append(_Root(weakref.ref(root), root.module_class, takes_gradients))
+        # Last of all: a warning that is an error must keep no model from the end of its backward.
+        last = partial(compat.queue_backward_callback, _warn_of_several_roots)
+        compat.queue_backward_callback(last)
+    if all(each() is not root for each in _roots):
+        _roots.append(weakref.ref(root))
 
 
-def warn_of_several_roots(root: Unit) -> None:
-    """Warn, when the last one ends, if a backward has reached several trained roots of one class.
+def _warn_of_several_roots() -> None:
+    """Warn, when a backward ends, if it has reached several trained roots of one class.
 
-    They may be the blocks of a model that is no unit itself. Models may be of one class too: two
-    critics, or two towers. These begin with data, so that no input wants a gradient.
+    They may be the blocks of a model that is no unit itself, or models of one class: two towers, or
+    two critics. From here both look alike.
     """
-    noted = [each for each in _roots if each.cls is root.module_class]
-    units = [unit for each in noted if (unit := each.unit()) is not None and _may_be_a_block(unit)]
-    if not units or units[-1] is not root:
-        return
-    if len(units) > 1 and any(each.takes_gradients for each in noted):
-        numbers = ", ".join(f"model {unit.engine.number}" for unit in units if unit.engine)
+    units = [unit for ref in _roots if (unit := ref()) is not None and _may_be_a_block(unit)]
+    _roots.clear()
+    for cls in dict.fromkeys(unit.module_class for unit in units):
+        alike = [unit for unit in units if unit.module_class is cls]
+        if len(alike) == 1:
+            continue
+        numbers = ", ".join(f"model {unit.engine.number}" for unit in alike if unit.engine)
         warn_user(
-            f"one backward has reached {len(units)} outermost units of the class {root.kind}: "
+            f"one backward has reached {len(alike)} outermost units of the class {alike[0].kind}: "
             f"{numbers}. If they are parts of one model, its trainable parameters outside of them "
             "(embeddings, norms, a head) are in no unit: their gradients are not reduced, and each "
             "rank trains its own. Call fully_shard on the whole model last; or pass these "
@@ -100,8 +100,10 @@ def warn_of_several_roots(root: Unit) -> None:
 
 
 def _may_be_a_block(root: Unit) -> bool:
-    """Whether a root is trained, and nothing says that other code reduces gradients around it."""
+    """Whether a root is trained, and nothing says that all around it is reduced, too."""
     units = [unit for module in root.modules() for unit in units_in(module).values()]
-    if not any(unit.trainable for unit in units) or any(unit.has_ignored for unit in units):
+    if not any(unit.trainable for unit in units):
+        return False
+    if any(unit.has_ignored or unit.is_in_whole for unit in units):
         return False
     return not any(compat.is_ignored_by_ddp(s.sharded) for unit in units for s in unit.slots())

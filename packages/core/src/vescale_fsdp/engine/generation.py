@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import devices
 from vescale_fsdp.backends import collective_device
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import hooks
-from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, exchange
 from vescale_fsdp.engine.methods import unsharded
 from vescale_fsdp.engine.unit import Unit, units_in
 from vescale_fsdp.errors import RankMismatchError
+from vescale_fsdp.ranks import collectives, limit_s, over
 
 # The part of free memory for unsharded parameters. Caches and activations need the other part.
 _SHARE = 0.5
@@ -121,14 +121,10 @@ class generating(AbstractContextManager[None]):
         limit = self._limit
         if limit is None:
             limit = int(devices.free_bytes(groups[0].pool.device) * _SHARE)
-        answer = exchange(
-            "memory for generating",
-            str(int(needed <= limit)),
-            _ranks_of(units),
-            min,
-            timeout_s=LONG_TIMEOUT_S,
+        fits: bool = over(_ranks_of(units)).exchange(
+            "memory for generating", needed <= limit, all, timeout_s=limit_s(may_be_late=True)
         )
-        return answer == "1"
+        return fits
 
 
 class _Loop(AbstractContextManager[None]):
@@ -149,7 +145,7 @@ class _Loop(AbstractContextManager[None]):
     def __enter__(self) -> None:
         group = next(group for unit in self._units for group in unit.groups)
         self._device = group.pool.device
-        self._group = compat.group_over(_ranks_of(self._units), group.axes.groups[0])
+        self._group = collectives.group_over(_ranks_of(self._units), group.axes.groups[0])
         modules = [module for root in self._roots for module in root.modules()]
         self._pinned = unsharded(*modules, recurse=False)
         self._pinned.__enter__()
@@ -199,7 +195,7 @@ class _Loop(AbstractContextManager[None]):
         if not self._has_failed:
             device = collective_device(self._group, self._device)
             number = torch.tensor(code, device=device)
-            compat.all_reduce(number, self._group, dist.ReduceOp.MIN).wait()
+            collectives.all_reduce(number, self._group, dist.ReduceOp.MIN).wait()
             code = int(number)
             self._has_failed = code == _FAILED
         if self._has_failed:

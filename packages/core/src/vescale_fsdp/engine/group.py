@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from vescale_fsdp import compat, notes, transfers, waiting
+from vescale_fsdp import compat, transfers
 from vescale_fsdp.backends import collective_device
 from vescale_fsdp.dbuffer import (
     Comm,
@@ -32,6 +32,7 @@ from vescale_fsdp.engine.lent import show_gathered, show_sharded
 from vescale_fsdp.engine.moving import MovableParameters
 from vescale_fsdp.engine.slot import Slot, flags_of, slot_of
 from vescale_fsdp.program.residency import State
+from vescale_fsdp.ranks import collectives, notes, waits
 
 
 class Fetched(NamedTuple):
@@ -66,7 +67,7 @@ class Group(MovableParameters):
             inner, first = None, None
             if self._inner_shard is not None:
                 inner = self._inner_shard.values
-                first = partial(waiting.wait, self._inner_shard, self._outer_gather())
+                first = partial(waits.wait, self._inner_shard, self._outer_gather())
             if self.codec is not None and inner is None:
                 # Where gradients wait for more, no optimizer has stepped since the backward.
                 may_repeat = in_backward or self.gradients.are_waiting
@@ -98,11 +99,11 @@ class Group(MovableParameters):
             self._wait()
             flats.append(buffer.full.flat)
         assert axes.replicate is not None, "there are replicas"
-        replicas = compat.mesh_group(axes.mesh, axes.replicate)
+        replicas = collectives.mesh_group(axes.mesh, axes.replicate)
         for flat in flats:
             if flat.numel():
                 sent = flat.to(collective_device(replicas, flat.device)).view(torch.uint8)
-                compat.broadcast(sent, axes.replica_ranks[0], replicas).wait()
+                collectives.broadcast(sent, axes.replica_ranks[0], replicas).wait()
                 if axes.replica:
                     with torch.no_grad():
                         flat.copy_(sent.view(flat.dtype))
@@ -160,8 +161,8 @@ class Group(MovableParameters):
         """Wait at most ``seconds``. Returns whether the all-gather has ended; True on streams."""
         if self._work is None or self.has_streams or isinstance(self._work, ThenCopy):
             return True
-        if not isinstance(self._work, waiting.Ending):
-            self._work = waiting.Ending(self._work, has_streams=False)
+        if not isinstance(self._work, waits.Ending):
+            self._work = waits.Ending(self._work, has_streams=False)
         return self._work.has_ended(seconds)
 
     def finish_gather(self) -> None:
@@ -195,10 +196,10 @@ class Group(MovableParameters):
     def _wait(self) -> None:
         if isinstance(self._work, ThenCopy):  # what is left to do allocates, or frees
             with self.pool.lane.entered():
-                waiting.wait(self._work, self._gather())
+                waits.wait(self._work, self._gather())
             self.pool.lane.join()
         elif self._work is not None:
-            waiting.wait(self._work, self._gather())
+            waits.wait(self._work, self._gather())
         self._work = self._part_in_flight = None
 
     def _gather(self) -> str:

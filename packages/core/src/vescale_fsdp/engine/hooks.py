@@ -159,7 +159,7 @@ class _Call(boundary.Call):
     """One forward of a unit that a backward may come back to."""
 
     def __init__(self, unit: Unit, engine: Engine) -> None:
-        super().__init__(unit.fqn)
+        super().__init__(unit.fqn, engine)
         self.pass_number = engine.passes.num_passes
         self._unit, self._engine = unit, engine
         self._range: AbstractContextManager[object] | None = None  # of profilers

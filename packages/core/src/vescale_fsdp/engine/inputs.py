@@ -4,6 +4,10 @@ The graph of a forward has the unsharded parameters, but users have the sharded 
 by a sharded parameter is one by its unsharded twin too. One of both is in the graph: the parameter
 itself only in terms that are computed from shards, such as a penalty.
 
+Such a backward may come to no unit on a rank that has left the units of these parameters out, and
+to some on others. If the outputs come from the model, this rank takes part all the same, as in a
+backward without inputs, which comes to the outputs of the model at least.
+
 ``torch.autograd.grad``, and a backward by other tensors alone (positions of atoms), accumulate no
 gradient of a parameter. So none is reduced, and no hook on a parameter runs.
 """
@@ -17,13 +21,20 @@ from typing import Any, NoReturn, cast
 import torch
 from torch.distributed.tensor import DTensor, Partial
 
-from vescale_fsdp.engine.slot import Slot, holder_of, is_unsharded, local_of
+from vescale_fsdp.engine.boundary import Model, models_behind
+from vescale_fsdp.engine.slot import Slot, holder_of, is_unsharded, local_of, slot_of
 
 Run = Callable[[Sequence[Any], bool], Any]
 
 
 def run_backward(
-    run: Run, inputs: Sequence[Any], *, accumulates: bool, allows_unused: bool, makes_graph: bool
+    run: Run,
+    outputs: Sequence[Any],
+    inputs: Sequence[Any],
+    *,
+    accumulates: bool,
+    allows_unused: bool,
+    makes_graph: bool,
 ) -> Any:
     """Run a backward by ``inputs``. `compat.replace_backward` lets torch call it.
 
@@ -32,6 +43,7 @@ def run_backward(
 
     Args:
         run: runs it by other inputs, and may allow that some are not used.
+        outputs: the tensors that are differentiated, or edges of the graph.
         accumulates: into ``.grad``, as ``backward`` does.
         allows_unused: returns None for what is not used; else an error.
         makes_graph: of the gradients (``create_graph``).
@@ -50,8 +62,9 @@ def run_backward(
     }
     accumulates_any = accumulates and (not inputs or twins or any(map(_is_gathered, inputs)))
     by_twins = twins and not accumulates
-    with _telling(leaves_out=not accumulates_any):
+    with _telling(leaves_out=not accumulates_any) as begun:
         found = run([*inputs, *twins.values()], True if by_twins else allows_unused)
+        _pass_over(outputs, inputs, begun)
     if not by_twins:
         return found
     results = list(found)
@@ -71,7 +84,18 @@ def run_backward(
     return tuple(results)
 
 
+def _pass_over(outputs: Sequence[Any], inputs: Sequence[Any], begun: list[Model]) -> None:
+    """Take part for the models with a parameter among ``inputs`` of which no node has run."""
+    found = [slot_of(each) for each in inputs if isinstance(each, torch.Tensor)]
+    named = {id(slot) for slot in found if slot is not None}
+    named.difference_update(id(slot) for model in begun for slot in model.slots())
+    for model in models_behind(outputs) if named else ():
+        if not named.isdisjoint(id(slot) for slot in model.slots()):
+            model.pass_over_backward()
+
+
 _leaves_out = False  # of the innermost backward that runs
+_begun: list[Model] | None = None  # that had a part in it
 
 
 def leaves_out_parameters() -> bool:
@@ -79,14 +103,22 @@ def leaves_out_parameters() -> bool:
     return _leaves_out
 
 
+def note_begun(model: Model) -> None:
+    """Note that a backward has come to a model."""
+    if _begun is not None:
+        _begun.append(model)
+
+
 @contextmanager
-def _telling(leaves_out: bool) -> Iterator[None]:
-    global _leaves_out
-    before, _leaves_out = _leaves_out, leaves_out
+def _telling(leaves_out: bool) -> Iterator[list[Model]]:
+    global _leaves_out, _begun
+    before, _leaves_out = (_leaves_out, _begun), leaves_out
+    begun: list[Model] = []
+    _begun = begun
     try:
-        yield
+        yield begun
     finally:
-        _leaves_out = before
+        _leaves_out, _begun = before
 
 
 def _is_gathered(tensor: Any) -> bool:

@@ -137,7 +137,10 @@ def check_reduced(root: nn.Module, caller: str) -> None:
     """
     names: list[str] = []
     _find_unreduced(root, "", names)
-    if names and units_in(root):
+    units = units_in(root).values()
+    for unit in units:  # the first backward asks no more whether they are parts of a model
+        unit.is_in_whole = not names
+    if names and units:
         raise ValueError(
             f"{caller}: {listed(names)} of {type(root).__name__} are trainable and belong to no "
             "unit, so each rank trains its own. Call fully_shard on the whole model last, after "

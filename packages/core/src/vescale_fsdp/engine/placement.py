@@ -54,6 +54,7 @@ from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.planner import PaddingWarning, ShardLayout, TensorSpec, advise
 from vescale_fsdp.ragged import RaggedShard, boxes_of, contiguous_strides
 from vescale_fsdp.ragged.tensor import make_spec
+from vescale_fsdp.ranks import collectives
 
 
 def placement_of(
@@ -191,7 +192,7 @@ def annotated_spec(
         placements.append(Replicate())
         if name in axes.data_names or axes.whole.size(axis) == 1:
             continue
-        group = compat.mesh_group(axes.whole, axis)
+        group = collectives.mesh_group(axes.whole, axis)
         try:
             placements[axis], of_gradient = compat.take_spmd_type(types, group)
         except (KeyError, ValueError) as error:

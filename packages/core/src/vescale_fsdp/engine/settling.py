@@ -2,7 +2,8 @@
 
 Settling: the ranks merge their records of a pass (`program.record`) in a round, at its end. A pass
 of a new kind also begins with one, and so does other work that all ranks do together (the save of a
-checkpoint): ranks that have come to different places are told so before anything is sent.
+checkpoint, `Ranks.barrier`): ranks that have come to different places are told so before anything
+is sent.
 In addition, a rank that is behind with its reductions says so in the store, without waiting. Ranks
 that have waited long for a reduction read this, but only in the first backward of a kind.
 
@@ -20,43 +21,17 @@ collective of one rank would be matched with an old one of another.
 
 from __future__ import annotations
 
-import itertools
-import json
-import weakref
-from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp import compat, notes, waiting
-from vescale_fsdp.backends import is_fake
 from vescale_fsdp.dbuffer import Comm
-from vescale_fsdp.engine.agreement import exchange
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.engine.store import first_and_other, store_for
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program.record import Record, merge
-
-_STORE_S = 60.0  # for the store's name, which the ranks have agreed on before
-_ROUNDS: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def come_together(step: str, *, timeout_s: float | None = None) -> None:
-    """Return when all ranks of the default group have come to ``step``. Collective: one round.
-
-    Args:
-        step: what all ranks do now, in words; the same on all.
-        timeout_s: for the other ranks, as in `exchange`.
-
-    Raises:
-        RankMismatchError: a rank did not come in time, or it has come to something else.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "there are other ranks"
-    with notes.entered(f"in {step}"):
-        _agreed(_merged(Record(step, rank=dist.get_rank()), world, timeout_s))
+from vescale_fsdp.ranks import Ranks, limit_s, notes, over, waits
+from vescale_fsdp.ranks.ranks import merge_pairs
 
 
 def settle(mine: Record, axes: Axes, timeout_s: float | None) -> Record:
@@ -65,68 +40,31 @@ def settle(mine: Record, axes: Axes, timeout_s: float | None) -> Record:
     Raises:
         RankMismatchError: on every rank, if passes differ or one rank has an error.
     """
-    if _is_shared(axes):
-        _store(axes).set(f"settling/{_num_rounds()[tuple(axes.ranks)]}", mine.step)
-    # Ranks of one axis have a group, whose own limit holds.
-    ranks = axes.groups[0] if len(axes.groups) == 1 else axes.ranks
-    said = _merged(mine, ranks, timeout_s)
-    if _is_shared(axes):
-        _num_rounds()[tuple(axes.ranks)] += 1
-    return _agreed(said)
 
+    def together(said: list[dict[str, Any]]) -> dict[str, Any]:
+        return merge([Record(**each) for each in said]).__dict__
 
-def _merged(mine: Record, ranks: dist.ProcessGroup | list[int], timeout_s: float | None) -> Record:
-    def together(payloads: list[str]) -> str:
-        return merge([Record.from_json(payload) for payload in payloads]).to_json()
-
-    answer = exchange("next step", mine.to_json(), ranks, together, timeout_s=timeout_s)
-    return Record.from_json(answer)
-
-
-def _agreed(said: Record) -> Record:
-    if said.wrong:
-        raise RankMismatchError(
-            f"ranks disagree about the next step: {said.wrong}. Run the same passes with the same "
-            f"order of units on every rank; a rank may leave units out. {waiting.TOGETHER}"
-        )
-    return said
+    return Record(**_ranks(axes).step(mine.__dict__, together, timeout_s=timeout_s))
 
 
 def stall(axes: Axes, backward: str) -> None:
     """Record that this rank is behind in a backward. One store operation."""
-    if _is_shared(axes):
-        _store(axes).set(f"stalled/{backward}", "")
+    _ranks(axes).tell(f"stalled/{backward}")
 
 
 def is_stalled(axes: Axes, backward: str) -> bool:
-    """Whether a rank has recorded that it is behind. One store operation."""
-    return _is_shared(axes) and bool(_store(axes).check([f"stalled/{backward}"]))
+    """Whether a rank has recorded that it is behind. At most two store operations."""
+    return _ranks(axes).heard(f"stalled/{backward}") is not None
 
 
 def is_elsewhere(axes: Axes, step: str) -> bool:
-    """Whether another rank waits in the next round, in another pass than ``step``.
-
-    Then it waits for this rank, which waits for it in another place. At most two store operations.
-    """
-    if not _is_shared(axes):
-        return False
-    store, key = _store(axes), f"settling/{_num_rounds()[tuple(axes.ranks)]}"
-    return bool(store.check([key])) and store.get(key).decode() != step
+    """Whether another rank waits in the next round, in another pass than ``step``."""
+    return _ranks(axes).is_elsewhere(step)
 
 
-def _is_shared(axes: Axes) -> bool:
-    return len(axes.ranks) > 1 and not is_fake()
-
-
-def _store(axes: Axes) -> compat.Store:
-    return store_for(axes.ranks, _STORE_S)
-
-
-def _num_rounds() -> Counter[tuple[int, ...]]:
-    """Return the number of rounds that each set of ranks has made in this world."""
-    world = dist.group.WORLD
-    assert world is not None, "a model runs in it"
-    return _ROUNDS.setdefault(world, Counter())
+def _ranks(axes: Axes) -> Ranks:
+    # Ranks of one axis have a group, whose own limit holds.
+    return over(axes.groups[0] if len(axes.groups) == 1 else axes.ranks)
 
 
 MEETING_TIMEOUT_S = 10.0  # ranks that have caught an exception in the same step come soon
@@ -158,33 +96,30 @@ def meet(comms: Iterable[tuple[Axes, Comm]], timeout_s: float) -> None:
 def _meet_along(
     group: dist.ProcessGroup, issued: list[list[int]], comm: Comm, timeout_s: float
 ) -> None:
-    ranks = dist.get_process_group_ranks(group)
     ours = [comm.gather_group, *comm.reducing_groups]
 
-    def merge(payloads: list[str]) -> str:
-        return json.dumps(first_and_other(itertools.chain(*map(json.loads, payloads))))
-
     try:
-        payload = json.dumps([[issued, dist.get_rank()]])
-        found = exchange("end of a step", payload, group, merge, _difference, timeout_s=timeout_s)
+        with notes.entered("in a step that it has left by an exception"):
+            found = over(group).exchange(
+                "end of a step", [[issued, dist.get_rank()]], merge_pairs, _difference,
+                timeout_s=min(timeout_s, limit_s()),
+            )  # fmt: skip
     except RankMismatchError as error:
-        note = "has left its step by an exception, and met no other rank that has"
-        report = waiting.report(ranks, note, ours)
+        waits.abort("", ours)
         raise RankMismatchError(
             "an exception has ended a step on this rank, and not on all others: "
-            f"{error}. {report} They wait for this rank in collectives of that step. {_WAY_OUT}"
+            f"{error} They wait for this rank in collectives of that step. {_WAY_OUT}"
         ) from error
     if found:
-        waiting.close(ours, found)
+        waits.abort(found, ours)
         raise RankMismatchError(
             "an exception has ended a step on all ranks, but not at the same place: "
             f"{found}. What one of them has begun has no partner on the other. {_WAY_OUT}"
         )
 
 
-def _difference(merged: str) -> str:
+def _difference(pairs: list[tuple[list[list[int]], int]]) -> str:
     """Return what two ranks have started, if it differs; else ""."""
-    pairs: list[tuple[list[list[int]], int]] = json.loads(merged)
     if len(pairs) == 1:
         return ""
     (first, first_rank), (other, other_rank) = pairs

@@ -36,6 +36,7 @@ from vescale_fsdp.engine.placement import (
 from vescale_fsdp.ragged import RaggedTensor, ReplicatedTensor, boxes_of, wrap_replicated
 from vescale_fsdp.ragged.assignment import NAME
 from vescale_fsdp.ragged.tensor import wrap_local
+from vescale_fsdp.ranks import collectives
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
 # How names of attributes begin that are not those of users, but ours and torch's.
@@ -150,7 +151,7 @@ class Slot:
         if self.sums:
             local = local.clone(memory_format=torch.contiguous_format)
         for group in self.sums:
-            compat.all_reduce(local, group).wait()
+            collectives.all_reduce(local, group).wait()
         return local.movedim(self.dim, 0) if self.dim else local
 
     def in_forward(self, view: torch.Tensor) -> torch.Tensor:

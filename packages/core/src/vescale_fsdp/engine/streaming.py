@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
-from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree
 from vescale_fsdp.engine.buckets import Bucket, Output, Source, To, make_buckets
 from vescale_fsdp.engine.unit import units_in
+from vescale_fsdp.ranks import limit_s, over
 
 BUCKET_BYTES = 512 << 20
 
@@ -206,7 +206,8 @@ def _agree(outputs: list[Output], bucket_bytes: int, to: To) -> None:
         entries.append(f"{', '.join(output.names)}: {', '.join(parts)}")
     ranks = sorted(widest.mesh.flatten().tolist())
     advice = "All ranks call stream_parameters on the same model, with the same arguments."
-    agree("parameters to stream", entries, ranks, advice, timeout_s=LONG_TIMEOUT_S)
+    late = limit_s(may_be_late=True)
+    over(ranks).agree("parameters to stream", entries, advice, timeout_s=late)
 
 
 def _stream(buckets: list[Bucket], to: To) -> Iterator[tuple[str, Tensor | None]]:

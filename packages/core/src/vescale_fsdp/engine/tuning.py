@@ -15,6 +15,7 @@ from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.errors import warn_no_effect
+from vescale_fsdp.ranks import collectives
 
 
 class TuningMethods:
@@ -237,7 +238,7 @@ class TuningMethods:
             gather, reduce = None, None
             if enable:
                 comm = comm_for(group.axes)
-                if not compat.allocates(comm.gather_group, group.pool.device):
+                if not collectives.allocates(comm.gather_group, group.pool.device):
                     warn_no_effect(
                         "set_allocate_memory_from_process_group_for_comm",
                         "the backend of the process group allocates no memory for communication, "
@@ -339,7 +340,7 @@ def _units_to_prefetch(modules: Iterable[Any]) -> list[Unit] | None:
 
 
 def _refuse_custom(group: Group, method: str) -> None:
-    own = compat.is_fsdp2_collective
+    own = collectives.is_fsdp2_collective
     for what, custom in (
         ("all gather", group.custom_gather),
         ("reduce scatter", group.gradients.custom),

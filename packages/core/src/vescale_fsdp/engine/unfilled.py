@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp import compat
 from vescale_fsdp.engine.slot import Slot
 from vescale_fsdp.ragged import RaggedTensor
+from vescale_fsdp.ranks import collectives
 
 
 def check_materialized(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
@@ -143,8 +144,8 @@ def broadcast_buffers(module: nn.Module, axes: Iterable[Axes]) -> None:
     packed = torch.cat([b.reshape(-1).view(torch.uint8).to(device) for b in buffers])
     for axis in (widest.replicate, widest.shard):
         if axis is not None and widest.mesh.size(axis) > 1:
-            first = compat.axis_ranks(widest.mesh, axis)[0]
-            compat.broadcast(packed, first, compat.mesh_group(widest.mesh, axis)).wait()
+            first = collectives.axis_ranks(widest.mesh, axis)[0]
+            collectives.broadcast(packed, first, collectives.mesh_group(widest.mesh, axis)).wait()
     if widest.rank == widest.replica == 0:
         return
     sizes = [buffer.numel() * buffer.element_size() for buffer in buffers]

@@ -133,6 +133,7 @@ class Unit(Residency):
         self.offloads_activations = False
         self.recomputes = False  # `fully_shard` has put torch's composable checkpoint on it
         self.has_ignored = False  # whether ``ignored_params`` were passed with it
+        self.is_in_whole = False  # whether all in the model around it was found to be reduced
         self.writes_data: bool | None = None  # in a forward (`writers`); None: not known
         self.before_pass: Callable[[Unit], None] | None = None  # that begins with this unit
         self.groups: list[Group] = []

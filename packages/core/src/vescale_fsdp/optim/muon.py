@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp import compat
 from vescale_fsdp.engine import Granularity, GranularityPolicy
 from vescale_fsdp.optim.base import (
     Group,
@@ -46,6 +45,7 @@ from vescale_fsdp.optim.owners import (
 )
 from vescale_fsdp.optim.routes import Run, routes_of
 from vescale_fsdp.optim.transport import Transport
+from vescale_fsdp.ranks import collectives
 
 # The dtype of messages. Newton-Schulz starts and ends in bf16, so sending bf16 loses nothing.
 WIRE_DTYPE = torch.bfloat16
@@ -128,9 +128,13 @@ def _group_of(params: Sequence[DTensor], members: Sequence[int]) -> dist.Process
     if len(members) == 1:
         return None
     meshes = [param.device_mesh for param in params]
-    group = compat.mesh_group(meshes[0], 0)
+    group = collectives.mesh_group(meshes[0], 0)
     mesh = next((mesh for mesh in meshes if mesh.ndim == 1), None)
-    return compat.group_over(list(members), group) if mesh is None else compat.mesh_group(mesh, 0)
+    return (
+        collectives.group_over(list(members), group)
+        if mesh is None
+        else collectives.mesh_group(mesh, 0)
+    )
 
 
 def _device_of(param: DTensor) -> torch.device:

@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from vescale_fsdp import compat
 from vescale_fsdp.optim.base import (
     Group,
     ShardedOptimizer,
@@ -41,6 +40,7 @@ from vescale_fsdp.optim.roots import apply_
 from vescale_fsdp.optim.routes import Run, routes_of
 from vescale_fsdp.optim.transport import Sink, Transport, from_tensors
 from vescale_fsdp.ragged import RaggedShard, RaggedTensor
+from vescale_fsdp.ranks import collectives
 
 
 class Line(NamedTuple):
@@ -68,7 +68,7 @@ def line_of(param: torch.Tensor) -> Line | None:
         return Line(param.device_mesh, axes[0])
     rank = torch.distributed.get_rank()
     ranks = next(ranks for ranks in layout_of(param).grid() if rank in ranks)
-    return Line(compat.mesh_over(list(ranks), param.device_mesh), 0)
+    return Line(collectives.mesh_over(list(ranks), param.device_mesh), 0)
 
 
 def resting_line(state: torch.Tensor) -> Line | None:
@@ -143,8 +143,8 @@ class Courier:
         dtype: torch.dtype,
     ) -> None:
         self._key = _key(params, states, dtype)
-        group = compat.mesh_group(line.mesh, line.axis)
-        ranks = compat.axis_ranks(line.mesh, line.axis)
+        group = collectives.mesh_group(line.mesh, line.axis)
+        ranks = collectives.axis_ranks(line.mesh, line.axis)
         self._matrices: list[tuple[int, int]] = []  # (parameter, number)
         matrices: list[Matrix] = []
         owners: list[int] = []

@@ -18,12 +18,12 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import compat, waiting
 from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer import SHORTEST_BYTES, Exchange
 from vescale_fsdp.optim.layout import Matrix, Part
 from vescale_fsdp.optim.routes import Bucket, Routes, Run
 from vescale_fsdp.ragged import as_bytes
+from vescale_fsdp.ranks import collectives, waits
 
 # Returns the values of a run of a parameter's flat local tensor, [stop - start], to be read only.
 Source = Callable[[Run], torch.Tensor]
@@ -51,7 +51,7 @@ class _InFlight:
 
     def wait(self) -> torch.Tensor:
         """Wait, and return the received tensor. Call it once."""
-        waiting.wait(self._work, "an exchange of matrices for the optimizer")
+        waits.wait(self._work, "an exchange of matrices for the optimizer")
         received, _ = self._tensors
         del self._tensors, self._work
         return received
@@ -201,7 +201,7 @@ class Transport:
             exchange = Exchange(outgoing, incoming, dist.get_rank(self._group), self._group)
             return _InFlight(exchange, received, sent)
         size = sent.element_size()
-        work = compat.all_to_all_single(
+        work = collectives.all_to_all_single(
             as_bytes(received),
             as_bytes(sent),
             self._group,

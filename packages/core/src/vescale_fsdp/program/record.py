@@ -65,15 +65,6 @@ class Record:
     rank: int = 0
     wrong: str = ""
 
-    def to_json(self) -> str:
-        """For `from_json`."""
-        return json.dumps(self.__dict__, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Record:
-        """What `to_json` made a text of."""
-        return cls(**json.loads(text))
-
 
 def merge(records: Sequence[Record]) -> Record:
     """What these ranks say together. Associative: ranks merge along a tree."""

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial
 
-from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, NormPartial
 from vescale_fsdp.ragged.gathered import run_gathered
 from vescale_fsdp.ragged.mixing import local_beside, refuse_partial, start_move
@@ -24,6 +23,7 @@ from vescale_fsdp.ragged.recuts import respecified_as, sizes_here
 from vescale_fsdp.ragged.reductions import Kind, layout_of_slices, reduce, reduce_each
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 from vescale_fsdp.ragged.views import dim_of
+from vescale_fsdp.ranks import collectives
 
 aten = torch.ops.aten
 
@@ -277,8 +277,8 @@ def _equal(func: Any, one: torch.Tensor, other: torch.Tensor, *how: Any) -> bool
     flag = torch.tensor(func(*locals_, *how), dtype=torch.uint8, device=locals_[0].device)
     for axis in range(spec.mesh.ndim):
         if spec.mesh.size(axis) > 1:
-            group = compat.mesh_group(spec.mesh, axis)
-            compat.all_reduce(flag, group, dist.ReduceOp.MIN).wait()
+            group = collectives.mesh_group(spec.mesh, axis)
+            collectives.all_reduce(flag, group, dist.ReduceOp.MIN).wait()
     return bool(flag)
 
 

@@ -16,6 +16,14 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp.compat import pytree
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+# The constructor of DistributedDataParallel joins the parameters of a model, to broadcast them.
+_OF_A_JOIN = (
+    "DistributedDataParallel around a model of which a part is sharded comes here: call "
+    "fully_shard on the whole model, and leave DistributedDataParallel out. Or tell it before "
+    "which parameters fully_shard reduces: names = [name for name, param in "
+    "model.named_parameters() if isinstance(param, DTensor)]; "
+    "DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names). "
+)
 
 
 def is_collective(func: Any) -> bool:
@@ -53,6 +61,11 @@ def refuse_collective(func: Any, tensor: DTensor) -> NoReturn:
         "vescale_fsdp.unsharded(model, writeback=True)` parameters are whole. "
         "DistributedDataParallel around a sharded model comes here, too: remove it"
     )
+
+
+def hint_beside_plain(func: Any) -> str:
+    """What an error adds if an operator got a plain tensor beside one of a sharded module."""
+    return _OF_A_JOIN if func is torch.ops.aten.cat.default else ""
 
 
 def _local(operand: Any) -> Any:

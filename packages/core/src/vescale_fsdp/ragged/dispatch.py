@@ -57,6 +57,7 @@ from vescale_fsdp.ragged.reductions import number
 from vescale_fsdp.ragged.tensor import RaggedTensor, distribute
 from vescale_fsdp.ragged.views import VIEWS
 from vescale_fsdp.ragged.whole import has_size_of
+from vescale_fsdp.ranks import collectives
 
 aten = torch.ops.aten
 
@@ -79,8 +80,8 @@ def _unscale(
         if not placement.is_replicate() and grad.device_mesh.size(axis) > 1
     }
     for mesh, axis in axes:
-        group = compat.mesh_group(mesh, axis)
-        compat.all_reduce(found_inf, group, dist.ReduceOp.MAX).wait()
+        group = collectives.mesh_group(mesh, axis)
+        collectives.all_reduce(found_inf, group, dist.ReduceOp.MAX).wait()
 
 
 def _index_put(

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from vescale_fsdp import compat
 from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, pytree
 from vescale_fsdp.ragged.assignment import NAME, note_operands
-from vescale_fsdp.ragged.collectives import is_collective, refuse_collective
+from vescale_fsdp.ragged.collectives import hint_beside_plain, is_collective, refuse_collective
 from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
 from vescale_fsdp.ragged.random import RANDOM, numbers_of_first_rank
 from vescale_fsdp.ragged.redistribute import scatter
@@ -294,7 +294,8 @@ def _check_beside(func: Any, operands: Any) -> None:
         if may_differ(each):
             error = NotImplementedError(
                 f"{func} does not run on a sharded tensor together with a plain tensor of shape "
-                f"{tuple(each.shape)}, which may differ between ranks. {WAYS_OUT}"
+                f"{tuple(each.shape)}, which may differ between ranks. "
+                f"{hint_beside_plain(func)}{WAYS_OUT}"
             )
             note_operands(error, [getattr(each, "_source", each) for each in leaves])
             raise error

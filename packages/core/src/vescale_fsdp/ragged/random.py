@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import devices
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.mixing import local_part, refuse_partial, start_move
 from vescale_fsdp.ragged.recuts import held_here, respecified_as
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
+from vescale_fsdp.ranks import collectives
 
 aten = torch.ops.aten
 
@@ -107,12 +108,12 @@ def numbers_of_first_rank(
         yield
         return
     default = devices.default_generator(device)
-    group = compat.mesh_group(mesh, 0)
+    group = collectives.mesh_group(mesh, 0)
     own = default.get_state()
     ranks = mesh.mesh.flatten().tolist()
-    group = group if mesh.ndim == 1 else compat.group_over(ranks, group)
+    group = group if mesh.ndim == 1 else collectives.group_over(ranks, group)
     state = own.to(device if mesh.device_type == device.type else mesh.device_type, copy=True)
-    compat.broadcast(state, ranks[0], group).wait()
+    collectives.broadcast(state, ranks[0], group).wait()
     shared = state.to(own.device)
     default.set_state(shared)
     try:

@@ -58,6 +58,7 @@ from vescale_fsdp.ragged.holdings import (
 )
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.recuts import coordinate_of, held_here, respecified_as, sizes_here
+from vescale_fsdp.ranks import collectives
 
 # Broadcasts send the least, but each is a collective; beyond this many, one padded all-gather.
 _MOST_BROADCASTS = 16
@@ -188,7 +189,7 @@ def move(local: torch.Tensor, source: DTensorSpec, target: DTensorSpec) -> InFli
         return _gather(local, source, axis)
     for axis, (have, want) in enumerate(zip(source.placements, target.placements, strict=True)):
         if isinstance(have, Partial) and want.is_replicate():
-            device = collective_device(compat.mesh_group(source.mesh, axis), local.device)
+            device = collective_device(collectives.mesh_group(source.mesh, axis), local.device)
             local = have._reduce_value(local.to(device), source.mesh, axis).to(local.device)
             source = _replicated(source, axis)
     return _exchanged(local.contiguous().view(-1), source, target)
@@ -304,9 +305,9 @@ def _group_of(
     mesh: DeviceMesh, axes: Sequence[int], members: list[tuple[int, ...]]
 ) -> tuple[dist.ProcessGroup, list[tuple[int, ...]]]:
     """The process group over ``axes`` through this rank, and its members in its order."""
-    group = compat.mesh_group(mesh, axes[0] if axes else 0)
+    group = collectives.mesh_group(mesh, axes[0] if axes else 0)
     if len(axes) > 1:
-        group = compat.group_over([int(mesh.mesh[member]) for member in members], group)
+        group = collectives.group_over([int(mesh.mesh[member]) for member in members], group)
     if not axes:
         return group, members
     order = dist.get_process_group_ranks(group)
@@ -319,22 +320,22 @@ def _gather(local: torch.Tensor, source: DTensorSpec, axis: int) -> InFlight:
     num_shards, numel = placement.num_shards, math.prod(sizes)
     if num_shards == 1 or numel == 0:
         return done(local.clone().view(sizes))
-    group = compat.mesh_group(source.mesh, axis)
+    group = collectives.mesh_group(source.mesh, axis)
     # The ranks of the group, and so its collectives, may have another order than the axis.
-    line = compat.axis_ranks(source.mesh, axis)
+    line = collectives.axis_ranks(source.mesh, axis)
     ranges = {r: placement.local_range(sizes, k) for k, r in enumerate(line)}
     lengths = {r: stop - start for r, (start, stop) in ranges.items()}
     longest, holders = max(lengths.values()), [r for r in line if lengths[r]]
     out = local.new_empty(numel)
     in_order = line == dist.get_process_group_ranks(group)
     if longest * num_shards == numel and in_order:
-        work = compat.all_gather_single(as_bytes(out), as_bytes(local.contiguous()), group)
+        work = collectives.all_gather_single(as_bytes(out), as_bytes(local.contiguous()), group)
         return InFlight(lambda: out.view(sizes), [work], (local,))
     if len(holders) > _MOST_BROADCASTS and longest * num_shards <= 1.25 * numel and in_order:
         padded = local.new_zeros(longest)
         padded[: local.numel()].copy_(local)
         parts = local.new_empty(num_shards, longest)
-        work = compat.all_gather_single(as_bytes(parts), as_bytes(padded), group)
+        work = collectives.all_gather_single(as_bytes(parts), as_bytes(padded), group)
 
         def cut() -> torch.Tensor:
             torch.cat([parts[k, : lengths[r]] for k, r in enumerate(line)], out=out)
@@ -346,7 +347,7 @@ def _gather(local: torch.Tensor, source: DTensorSpec, axis: int) -> InFlight:
         part = out[slice(*ranges[holder])]
         if holder == dist.get_rank():
             part.copy_(local)
-        works.append(compat.broadcast(as_bytes(part), holder, group))
+        works.append(collectives.broadcast(as_bytes(part), holder, group))
     return InFlight(lambda: out.view(sizes), works, (out,))
 
 
@@ -429,7 +430,7 @@ def exchange(
         size = local.element_size()
         splits = [[count * size for count in each] for each in (counts, sent_counts)]
         # Bytes, whatever the dtype: gloo knows few.
-        works = [compat.all_to_all_single(as_bytes(received), as_bytes(sent), group, *splits)]
+        works = [collectives.all_to_all_single(as_bytes(received), as_bytes(sent), group, *splits)]
 
     def finish() -> torch.Tensor:
         whole = out

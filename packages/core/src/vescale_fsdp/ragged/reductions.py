@@ -42,6 +42,7 @@ from vescale_fsdp.ragged.recuts import (
 from vescale_fsdp.ragged.reduced import reduced
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 from vescale_fsdp.ragged.views import dim_of
+from vescale_fsdp.ranks import collectives
 
 
 class Kind(NamedTuple):
@@ -64,12 +65,12 @@ def _extreme_over_ranks(values: torch.Tensor, group: dist.ProcessGroup, which: s
     operation = dist.ReduceOp.MAX if which == "max" else dist.ReduceOp.MIN
     if not values.is_floating_point():
         numbers = values.to(torch.int64, copy=True)  # gloo does not know all integers
-        compat.all_reduce(numbers, group, operation).wait()
+        collectives.all_reduce(numbers, group, operation).wait()
         return numbers.to(values.dtype)
     # NaN are sent beside the values, as the largest of flags; the smallest is minus the largest.
     is_nan, sign = values.isnan(), 1 if which == "max" else -1
     both = torch.stack([(sign * values).masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)])
-    compat.all_reduce(both, group, dist.ReduceOp.MAX).wait()
+    collectives.all_reduce(both, group, dist.ReduceOp.MAX).wait()
     return (sign * both[0]).masked_fill(both[1].bool(), math.nan)
 
 
@@ -83,7 +84,7 @@ def _combined_at_once(value: torch.Tensor, spec: DTensorSpec, kind: Kind) -> tor
     if isinstance(kind.across, str) and not value.is_meta:
         for axis in _cut_axes(spec):
             if spec.mesh.size(axis) > 1:
-                group = compat.mesh_group(spec.mesh, axis)
+                group = collectives.mesh_group(spec.mesh, axis)
                 value = _extreme_over_ranks(value, group, kind.across)
     return value
 
@@ -213,7 +214,7 @@ def number(tensor: DTensor) -> Any:
     """
     local = tensor._local_tensor
     if not all(p.is_replicate() for p in tensor.placements):
-        group = compat.mesh_group(tensor.device_mesh, 0)
+        group = collectives.mesh_group(tensor.device_mesh, 0)
         device = collective_device(group, local.device)
         if device != local.device:
             tensor = DTensor(local.to(device), tensor._spec, requires_grad=False)

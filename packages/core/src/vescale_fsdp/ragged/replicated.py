@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, pytree
 from vescale_fsdp.ragged.assignment import AssignableData
+from vescale_fsdp.ragged.collectives import hint_beside_plain
 from vescale_fsdp.ragged.recuts import respecified_as
 from vescale_fsdp.ragged.reduced import (
     ReducedTensor,
@@ -65,6 +66,12 @@ class ReplicatedTensor(AssignableData):
         result = run_locally(func, args, kwargs, wrap_replicated if access.is_view else reduced)
         if result is not NotImplemented:
             return result
+        hint = hint_beside_plain(func)
+        if hint and not all(isinstance(x, DTensor) for x in pytree.tree_leaves(args[0])):
+            raise NotImplementedError(
+                f"{func} got a parameter that fully_shard keeps whole on every rank, and a plain "
+                f"tensor. {hint}To join both in a forward, call the module that owns the parameter"
+            )
         result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         if not access.writes:
             return as_reduced(result)

@@ -67,7 +67,7 @@ class State:
         """
         contents = collect(self.model, self.optimizer, extra, self.stateful, with_rng=False)
         local = LocalPlan(contents, inside.ranks.is_first)
-        task = inside.ranks.exchange(_WHAT, local.offer, lambda offers: divide(offers, SMALL))
+        task = inside.ranks.together(_WHAT, local.offer, lambda offers: divide(offers, SMALL))
 
         def write() -> Any:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ class State:
             seal = Seal(secrets.token_hex(16), 1, int(extra["step"]), now)
             return [parts.manifest_of(seal, written).render().decode()] * len(written)
 
-        text: str = inside.ranks.exchange(_WHAT, write, combine)
+        text: str = inside.ranks.together(_WHAT, write, combine)
         return text.encode()
 
     def file(self, inside: Inside) -> Path:
@@ -107,8 +107,10 @@ class State:
         hosts, place = meet(inside.ranks, self.directory, self.root)
         folder = place.path(Age(1, step))
         # What an interrupted transfer has left may be of a later step.
-        inside.ranks.agree(_WHAT, lambda: place.keep([]) if hosts.is_leader(inside.rank) else None)
-        inside.ranks.agree(_WHAT, lambda: folder.mkdir(exist_ok=True))
+        inside.ranks.together(
+            _WHAT, lambda: place.keep([]) if hosts.is_leader(inside.rank) else None
+        )
+        inside.ranks.together(_WHAT, lambda: folder.mkdir(exist_ok=True))
         text = arrive(folder, data_name(inside.rank))
         extra = None
         if inside.all(text is not None):

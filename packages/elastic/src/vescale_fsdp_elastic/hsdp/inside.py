@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from vescale_fsdp import spi
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.spi import Ranks, is_fake, waiting
+from vescale_fsdp.spi import Ranks, is_fake, waits
 
 
 class Inside:
@@ -30,8 +29,8 @@ class Inside:
                     "replicas send gradients to each other by gloo, and this torch was built "
                     "without it: install one with gloo"
                 )
-            waiting.register(self.group)
-        self.ranks = Ranks(self.group)
+            waits.register(self.group)
+        self.ranks = Ranks.linked(self.group)
         self.rank, self.size = self.ranks.rank, self.ranks.size
 
     def sums(self, values: Sequence[float]) -> list[float]:
@@ -61,14 +60,3 @@ class Inside:
     def all(self, is_so: bool) -> bool:
         """Whether it is so on all ranks."""
         return self.sums([float(is_so)])[0] == self.size
-
-    def told(self, what: str, work: Callable[[], Any]) -> Any:
-        """Call ``work`` on the first rank, and return its result, JSON, on all ranks.
-
-        If it raises, all ranks raise.
-        """
-        return self.ranks.exchange(
-            what,
-            lambda: work() if self.ranks.is_first else None,
-            lambda values: [values[0]] * len(values),
-        )

@@ -7,7 +7,6 @@ whether it is still of use, and closes the connections if not.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +19,6 @@ from vescale_fsdp import spi
 
 _POLL_S = 0.2
 _LONG = datetime.timedelta(days=7)  # the waits decide themselves when to end
-_CLOSING_TAG = 1 << 30  # the tag of a message that no rank sends
-# Gloo may still write to these tensors after the receive has timed out.
-_KEPT: list[torch.Tensor] = []
 
 
 class LaneError(RuntimeError):
@@ -99,15 +95,7 @@ class Lane:
             raise LaneError(str(error)) from error
 
     def close(self) -> None:
-        """Close the connections. Operations under way end with an error, also on other ranks.
-
-        gloo does so when a receive times out; its ``abort`` does not end what is under way.
-        """
-        if self._is_closed:
-            return
-        self._is_closed = True
-        tensor = torch.empty(1)
-        _KEPT.append(tensor)
-        with contextlib.suppress(RuntimeError):
-            work = self._group.recv([tensor], self._peer, _CLOSING_TAG)
-            work.wait(datetime.timedelta(milliseconds=1))
+        """Close the connections. Operations under way end with an error, also on other ranks."""
+        if not self._is_closed:
+            self._is_closed = True
+            spi.waits.hang_up(self._group, self._peer)

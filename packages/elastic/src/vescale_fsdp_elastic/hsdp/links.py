@@ -81,7 +81,7 @@ class Links:
 
     def meet(self, report: Report, previous: Quorum | None) -> Quorum:
         """Agree on the next quorum. The first rank does it for all."""
-        value = self._inside.told(
+        value = self._inside.ranks.from_first(
             "the agreement on who takes part",
             lambda: self._meeting.meet(report, previous, self._since).to_json(),
         )

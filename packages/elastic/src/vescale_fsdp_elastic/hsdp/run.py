@@ -293,7 +293,7 @@ class ReplicaRun:
         return self._run.step, loop
 
     def _finished(self) -> int:
-        finished: int = self._inside.told("the end", lambda: self._board.finished)
+        finished: int = self._inside.ranks.from_first("the end", lambda: self._board.finished)
         return finished
 
     def _finish(self, until: int) -> None:
@@ -310,7 +310,7 @@ class ReplicaRun:
             return [list(self._board.register(replica, about))] * len(digests)
 
         what = "the registration of a replica"
-        return Member(*self._inside.ranks.exchange(what, lambda: gradients.digest, register))
+        return Member(*self._inside.ranks.together(what, lambda: gradients.digest, register))
 
     def _join(self) -> None:
         self._exchange.join()

@@ -24,9 +24,9 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_fsdp import compat
 from vescale_fsdp.cli.checkup.devices import LIMIT_S, START, Outcome
 from vescale_fsdp.engine import fully_shard
+from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import RankError, run_ranks
 
 MESSAGE_BYTES = 16 << 20  # that each rank sends to measure the bandwidth
@@ -199,12 +199,12 @@ def _make_sharded_model() -> Any:
 
 def _gather(output: Any, input_: Any) -> None:
     assert dist.group.WORLD is not None, "connected"
-    compat.all_gather_single(output, input_, dist.group.WORLD).wait()
+    collectives.all_gather_single(output, input_, dist.group.WORLD).wait()
 
 
 def _exchange(output: Any, input_: Any) -> None:
     assert dist.group.WORLD is not None, "connected"
-    compat.all_to_all_single(output, input_, dist.group.WORLD).wait()
+    collectives.all_to_all_single(output, input_, dist.group.WORLD).wait()
 
 
 def _expect(found: list[float], expected: list[float]) -> None:

@@ -32,7 +32,6 @@ from vescale_fsdp.costs import (
     Tuning,
     tune,
 )
-from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.budget.apply import Shard
 from vescale_fsdp.engine.budget.machine import measured_machine, mesh_by_node
@@ -40,6 +39,7 @@ from vescale_fsdp.engine.budget.merging import Figures, merge_figures, result_of
 from vescale_fsdp.engine.budget.trials import Subject, divide
 from vescale_fsdp.engine.budget.twins import tensors_of
 from vescale_fsdp.engine.budget.units import divisions_to_try
+from vescale_fsdp.ranks import limit_s, over
 
 # Figures of a machine; those of its links are merged too.
 _SMALLEST = (
@@ -136,7 +136,8 @@ def _compare(subject: Subject, ranks: list[int]) -> None:
         trained = "" if param.requires_grad else ", frozen"
         entries.append(f"parameter {name!r} (shape {tuple(param.shape)}, {param.dtype}{trained})")
     advice = "Pass the same model and the same budget to fully_shard on every rank"
-    agree("model and its budget", entries, ranks, advice, timeout_s=LONG_TIMEOUT_S)
+    late = limit_s(may_be_late=True)
+    over(ranks).agree("model and its budget", entries, advice, timeout_s=late)
 
 
 def _merged_machine(machine: Machine, memory: int, ranks: list[int]) -> tuple[Machine, int]:

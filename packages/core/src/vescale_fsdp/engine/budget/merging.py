@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import base64
-import json
 import pickle
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, exchange
 from vescale_fsdp.errors import PlanError
+from vescale_fsdp.ranks import limit_s, over
 
 ResultT = TypeVar("ResultT")
 
@@ -39,8 +38,8 @@ def merge_figures(topic: str, ranks: list[int], own: Callable[[], Figures]) -> F
         figures = own()
     except Exception as error:  # noqa: BLE001  # whatever it is, the others wait
         failure, failed = error, [me, words_of(error)]
-    said = json.dumps({"failed": failed, "figures": figures})
-    merged = json.loads(exchange(topic, said, ranks, _merge, timeout_s=LONG_TIMEOUT_S))
+    said = {"failed": failed, "figures": figures}
+    merged = over(ranks).exchange(topic, said, _merge, timeout_s=limit_s(may_be_late=True))
     if failure is not None:
         raise failure
     if merged["failed"] is not None:
@@ -57,15 +56,14 @@ def words_of(error: Exception) -> str:
     return message if isinstance(error, PlanError) else f"{type(error).__name__}: {message}"
 
 
-def _merge(payloads: list[str]) -> str:
-    said = [json.loads(payload) for payload in payloads]
+def _merge(said: list[dict[str, Any]]) -> dict[str, Any]:
     failed = next((each["failed"] for each in said if each["failed"] is not None), None)
     merged: list[Any] = []
     if failed is None:
         by_kind = zip(*(each["figures"] for each in said), strict=True)
         for pick, of_ranks in zip((min, max), by_kind, strict=True):
             merged.append([pick(numbers) for numbers in zip(*of_ranks, strict=True)])
-    return json.dumps({"failed": failed, "figures": merged})
+    return {"failed": failed, "figures": merged}
 
 
 def result_of(topic: str, ranks: list[int], speaker: int, make: Callable[[], ResultT]) -> ResultT:
@@ -81,7 +79,7 @@ def result_of(topic: str, ranks: list[int], speaker: int, make: Callable[[], Res
         except Exception as error:  # noqa: BLE001  # whatever it is, the others wait
             said = (False, words_of(error))
         payload = base64.b64encode(pickle.dumps(said)).decode()
-    answer = exchange(topic, payload, ranks, _first, timeout_s=LONG_TIMEOUT_S)
+    answer = over(ranks).exchange(topic, payload, _first, timeout_s=limit_s(may_be_late=True))
     is_there, result = pickle.loads(base64.b64decode(answer))  # this job's own ranks wrote it
     if not is_there:
         raise PlanError(result)

@@ -15,10 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from vescale_fsdp import compat, devices, waiting
+from vescale_fsdp import compat, devices
 from vescale_fsdp.costs import Link, OptimizerName
 from vescale_fsdp.dbuffer import Comm, pool_for
 from vescale_fsdp.devices import Waitable
+from vescale_fsdp.ranks import collectives, waits
 
 _SIZES = (1 << 14, 1 << 20, 1 << 23)  # bytes of all ranks' parts together
 _LARGER = 16  # times as much on accelerators, whose caches and networks are that much larger
@@ -81,7 +82,7 @@ def replica_times(comm: Comm, device: torch.device) -> list[Sent]:
 def _wait(work: Waitable, device: torch.device) -> None:
     """Wait, and compute on the CPU until then."""
     if not devices.has_streams(device):
-        ending = waiting.Ending(work, has_streams=False)
+        ending = waits.Ending(work, has_streams=False)
         factor = torch.zeros(64, 64)
         while not ending.has_ended(0.0):
             torch.mm(factor, factor)
@@ -141,7 +142,7 @@ def sending_times(comm: Comm) -> SendingTimes:
         return comm.all_gather(full, own)
 
     def total() -> Waitable:
-        return compat.all_reduce(full, comm.reduce_group)
+        return collectives.all_reduce(full, comm.reduce_group)
 
     def used_s(send: Callable[[], Waitable] | None) -> float:
         start = time.process_time()

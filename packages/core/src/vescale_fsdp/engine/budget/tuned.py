@@ -27,7 +27,6 @@ from vescale_fsdp.costs import (
     split_anywhere,
     write_choice,
 )
-from vescale_fsdp.engine.agreement import LONG_TIMEOUT_S, agree
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.budget.apply import Shard, apply
 from vescale_fsdp.engine.budget.choose import choose
@@ -37,6 +36,7 @@ from vescale_fsdp.engine.budget.trials import Subject
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, asked_block
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.errors import PlanError
+from vescale_fsdp.ranks import limit_s, over
 
 _TUNINGS: weakref.WeakKeyDictionary[nn.Module, Tuning]
 _TUNINGS = weakref.WeakKeyDictionary()
@@ -118,7 +118,7 @@ def shard_within(
     units, shard_with = budget.unit_mp_policy, partial(shard, **passed)
     kind = "an amount of memory" if budget.path is None else "a written choice"
     advice = "Pass the same budget to fully_shard on every rank"
-    agree("budget", [kind], ranks, advice, timeout_s=LONG_TIMEOUT_S)
+    over(ranks).agree("budget", [kind], advice, timeout_s=limit_s(may_be_late=True))
     if budget.path is not None:
         choice = result_of("written choice", ranks, ranks[0], partial(_read, budget.path))
         if choice.num_ranks != mesh.size():

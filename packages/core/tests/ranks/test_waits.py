@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp import RankMismatchError, compat, notes, waiting
+from vescale_fsdp import RankMismatchError, compat
 from vescale_fsdp.dbuffer.transport import Exchange
+from vescale_fsdp.ranks import collectives, limit_s, notes, waits
 from vescale_fsdp.testing import run_ranks
 
 
@@ -22,14 +23,14 @@ def test_the_limit_is_what_the_variable_says(
     text: str, seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VESCALE_FSDP_TIMEOUT_S", text)
-    assert waiting.limit_s() == seconds
+    assert limit_s() == seconds
 
 
 @pytest.mark.parametrize("text", ["soon", "-1", "nan"])
 def test_anything_else_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VESCALE_FSDP_TIMEOUT_S", text)
     with pytest.raises(ValueError, match="VESCALE_FSDP_TIMEOUT_S must be a number of seconds"):
-        waiting.limit_s()
+        limit_s()
 
 
 def waits_alone(limit: str, as_exchange: bool) -> float:
@@ -41,15 +42,15 @@ def waits_alone(limit: str, as_exchange: bool) -> float:
     if dist.get_rank() == 0:
         own, full = torch.zeros(1 << 14), torch.zeros(2 << 14)
         if as_exchange:
-            work: waiting.Waitable = Exchange([own, own], list(full.view(2, -1).unbind()), 0, group)
+            work: waits.Waitable = Exchange([own, own], list(full.view(2, -1).unbind()), 0, group)
         else:
-            work = compat.all_gather_single(full, own, group)
+            work = collectives.all_gather_single(full, own, group)
         with pytest.raises(
             RankMismatchError, match=r"rank 0 has waited .* rank 1 waits for no collective"
         ):
             work.wait()
         with pytest.raises(RankMismatchError, match="no longer connected: rank 0 has waited"):
-            compat.all_gather_single(full, own, group).wait()
+            collectives.all_gather_single(full, own, group).wait()
     seconds = time.monotonic() - begun
     dist.barrier()
     return seconds
@@ -67,7 +68,7 @@ def test_the_shorter_of_the_limit_and_the_timeout_of_the_group_holds(
 
 def messages_of_other_sizes() -> str:
     os.environ["VESCALE_FSDP_TIMEOUT_S"] = "1"
-    group = compat.new_group([0, 1])
+    group = collectives.new_group([0, 1])
     rank = dist.get_rank()
     size = (1 << 14) + rank * 64  # gloo aborts the process that receives the longer one
     own, full = torch.zeros(size), torch.zeros(2 * size)
@@ -83,18 +84,18 @@ def test_messages_of_other_sizes_do_not_meet() -> None:
 
 def after_a_restart() -> str:
     os.environ["VESCALE_FSDP_TIMEOUT_S"] = "0.5"
-    former = compat.new_group([0, 1])
-    compat.all_gather_single(torch.zeros(2), torch.zeros(1), former).wait()
+    former = collectives.new_group([0, 1])
+    collectives.all_gather_single(torch.zeros(2), torch.zeros(1), former).wait()
     store = compat.default_store()
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
-    group = compat.new_group([0, 1])
+    group = collectives.new_group([0, 1])
     text = ""
     if rank == 0:
         with pytest.raises(RankMismatchError, match=r"rank 0 has waited \d+\.\d s") as caught:
-            compat.all_gather_single(torch.zeros(2), torch.zeros(1), group).wait()
+            collectives.all_gather_single(torch.zeros(2), torch.zeros(1), group).wait()
         text = str(caught.value)
     dist.barrier()
     assert former is not None  # somebody still has it
@@ -115,7 +116,8 @@ class Gone:
 def test_ranks_whose_notes_cannot_be_read_are_not_said_to_wait_for_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(notes, "_store_of", lambda ranks: Gone())
+    monkeypatch.setattr(notes, "_stores", {(0, 1, 2): Gone})
+    monkeypatch.setattr(notes.here, "world", lambda: dist.group.WORLD)
     text = notes.of([0, 2])
     assert text.startswith("rank 0 cannot be asked: the process that holds the store has ended")
     assert "rank 2 cannot be asked" in text

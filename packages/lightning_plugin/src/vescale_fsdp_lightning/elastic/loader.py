@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import vescale_fsdp_elastic as elastic
-from vescale_fsdp_elastic.order import Order
 
 __all__ = ["Loader"]
 
@@ -41,8 +40,8 @@ class Loader(elastic.StepLoader):
 
 
 @dataclass
-class _Shifted(Order):
-    """An `Order` in which each position is that of a later or earlier sample."""
+class _Shifted(elastic.Order):
+    """An order in which each position is that of a later or earlier sample."""
 
     shift: int = 0
 

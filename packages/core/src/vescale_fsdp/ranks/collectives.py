@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.device_mesh import DeviceMesh
 
-from vescale_fsdp import backends, devices, waiting
-from vescale_fsdp.compat.tracing import refuse_tracing
+from vescale_fsdp import backends, compat, devices
+from vescale_fsdp.ranks import waits
+from vescale_fsdp.ranks.limits import timeout_of
 
 _MOST_WAIT_S = 1.0  # at exit
 _with_threads: deque[weakref.ref[Tensor]] = deque(maxlen=64)  # the latest, dead when dropped
@@ -72,7 +73,7 @@ def _start(
     passed = [_for_thread(each) for each in (there, *sent)]
     work = start(*passed, group=group, async_op=True, **options)
     passed.clear()
-    work = waiting.bounded(work, there, group, what)
+    work = waits.bounded(work, there, group, what)
     return work if there is output else cast(Work, backends.Detour(work, there, output))
 
 
@@ -92,7 +93,7 @@ def all_gather_uneven(outputs: list[Tensor], input: Tensor, group: ProcessGroup)
     """Start an all-gather of parts of different sizes. ``input`` may be this rank's output."""
     parts = [_for_thread(each) for each in outputs]
     work = dist.all_gather(parts, _for_thread(input), group=group, async_op=True)
-    return waiting.bounded(work, input, group, "an all-gather")
+    return waits.bounded(work, input, group, "an all-gather")
 
 
 def gather_uneven(
@@ -156,7 +157,7 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Work:
 
 def all_gather_many(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup) -> Any:
     """Start several even all-gathers, as one operation if the backend can coalesce them."""
-    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as several:
+    with compat.coalescing(group) as several:
         for output, input in zip(outputs, inputs, strict=True):
             all_gather_single(output, input, group)
     return several
@@ -166,7 +167,7 @@ def reduce_scatter_many(
     outputs: list[Tensor], inputs: list[Tensor], op: Any, group: ProcessGroup
 ) -> Any:
     """Start several even reduce-scatters, as one operation if the backend can coalesce them."""
-    with dist.distributed_c10d._coalescing_manager(group, async_ops=True) as several:
+    with compat.coalescing(group) as several:
         for output, input in zip(outputs, inputs, strict=True):
             reduce_scatter_single(output, input, op, group)
     return several
@@ -179,9 +180,7 @@ def allocates(group: ProcessGroup, device: torch.device) -> bool:
 
 def symmetric_memory(device: torch.device) -> AbstractContextManager[None]:
     """A context in which this thread allocates symmetric memory, which all ranks can access."""
-    from torch.distributed import _symmetric_memory as symmetric
-
-    return devices.allocating_in(symmetric.get_mem_pool(device), device)
+    return devices.allocating_in(compat.symmetric_pool(device), device)
 
 
 def uses_symmetric_memory(collective: object) -> bool:
@@ -204,7 +203,7 @@ def new_group(ranks: list[int], like: ProcessGroup | None = None) -> ProcessGrou
     like = like or dist.group.WORLD
     assert like is not None, "a group is made in an initialised torch.distributed"
     # The timeout of `init_process_group`: new groups do not inherit it.
-    timeout = waiting.timeout_of(dist.group.WORLD)
+    timeout = timeout_of(dist.group.WORLD)
     options: dict[str, Any] = {"backend": backends.spelling_of(like), "timeout": timeout}
     found = backends.backends_of(like) if dist.is_nccl_available() else {}
     kinds = [kind for kind, name in found.items() if name == "nccl"]
@@ -213,7 +212,7 @@ def new_group(ranks: list[int], like: ProcessGroup | None = None) -> ProcessGrou
     with _not_split():
         group = dist.new_group(ranks, use_local_synchronization=True, sort_ranks=False, **options)
     assert isinstance(group, ProcessGroup), "the caller is one of the ranks"
-    waiting.register(group)
+    waits.register(group)
     return group
 
 
@@ -225,7 +224,7 @@ def new_gloo_group() -> ProcessGroup | None:
     """
     if not dist.is_gloo_available():
         return None
-    default, long = waiting.timeout_of(dist.group.WORLD), datetime.timedelta(minutes=30)
+    default, long = timeout_of(dist.group.WORLD), datetime.timedelta(minutes=30)
     with _not_split():
         timeout = long if default is None else max(default, long)
         group: ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
@@ -308,7 +307,7 @@ def mesh_group(mesh: DeviceMesh, axis: int) -> ProcessGroup:
     Raises:
         NotImplementedError: ``torch.compile`` traces. It would leave the collectives out.
     """
-    refuse_tracing("a collective on a sharded tensor")
+    compat.refuse_tracing("a collective on a sharded tensor")
     group: ProcessGroup = mesh.get_group(axis)
     return group
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from vescale_fsdp import checkpoint
-from vescale_fsdp.engine.store import AbsentError, agree_on_name
+from vescale_fsdp.ranks.attempt import AbsentError, agree_on_name
 
 
 def names(store: TCPStore, world_size: int) -> set[str]:
@@ -26,7 +26,7 @@ def test_each_attempt_has_a_name_of_its_own_also_after_one_that_died_half_way() 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first = names(store, 3)
     # Rank 1 has asked, and was killed; rank 0 had not started.
-    store.add("here/asked/1", 1)
+    store.add("here/num_asked", 1)
     second, third = names(store, 3), names(store, 2)
     assert (len(first), len(second), len(third)) == (1, 1, 1)
     assert len(first | second | third) == 3

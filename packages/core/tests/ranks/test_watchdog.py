@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from vescale_fsdp import fully_shard, notes, waiting
+from vescale_fsdp import fully_shard
+from vescale_fsdp.ranks import limits, notes, waits
 from vescale_fsdp.testing import run_ranks
 
 
@@ -27,7 +28,7 @@ class Kept(logging.Handler):
 
 def train(width: int, where: str, seconds: str) -> list[str]:
     kept = Kept()
-    waiting._log.addHandler(kept)
+    waits._log.addHandler(kept)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
     for layer in model:
@@ -50,7 +51,7 @@ def train(width: int, where: str, seconds: str) -> list[str]:
                 sleep()
             model(torch.ones(2, width)).sum().backward()
         dist.barrier()
-    waiting._log.removeHandler(kept)
+    waits._log.removeHandler(kept)
     return kept.texts
 
 
@@ -78,7 +79,7 @@ def refused() -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_FSDP_WATCHDOG_S", "soon")
         with pytest.raises(ValueError, match="VESCALE_FSDP_WATCHDOG_S must be") as caught:
-            waiting.watched("a test", [0, 1])
+            limits.watchdog_s()
     return str(caught.value)
 
 
@@ -87,7 +88,7 @@ def test_what_is_no_number_is_refused() -> None:
 
 
 def fails() -> None:
-    with waiting.watched("a test", [0]):
+    with waits.Waiting("a test", [0]):
         time.sleep(0.6)
         raise RuntimeError("cut off")
 
@@ -95,7 +96,7 @@ def fails() -> None:
 def fail_after_a_while() -> str:
     """The note that this rank leaves for the others."""
     store = dist.HashStore()
-    notes.watch(store, [0])
+    notes.share([0], store)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VESCALE_FSDP_WATCHDOG_S", "0.1")
         with pytest.raises(RuntimeError, match="cut off"):

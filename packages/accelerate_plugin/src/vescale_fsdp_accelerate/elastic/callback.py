@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
@@ -10,7 +11,7 @@ from transformers import TrainerCallback
 from vescale_fsdp_elastic import ElasticOptions, Run
 
 if TYPE_CHECKING:
-    from vescale_fsdp_accelerate.elastic_loop import Loop
+    from vescale_fsdp_accelerate.elastic.loop import Loop
 
 __all__ = ["ElasticCallback"]
 
@@ -45,6 +46,12 @@ class ElasticCallback(TrainerCallback):
         )
         self.run: Run | None = None
         self.loop: Loop | None = None
+
+    def repeat(self, trainer: Any, train: Callable[[], Any]) -> Any:
+        """Run the loop of a Trainer that we shard for, which calls this, until it is done."""
+        from vescale_fsdp_accelerate.elastic.loop import repeated
+
+        return repeated(trainer, self, train)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Raise if the Trainer does not use this package. Else count from its step."""

@@ -29,16 +29,14 @@ from typing import Any
 import torch
 
 import vescale_fsdp_elastic as elastic
-from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.contents import capture, restore, restorer
-from vescale_fsdp_elastic.restoring import KEY
+from vescale_fsdp.spi import capture, model_state, restore, restorer
 from vescale_fsdp_lightning.checkpoints import OptimizerStates, without_states
-from vescale_fsdp_lightning.elastic_loader import Loader
+from vescale_fsdp_lightning.elastic.loader import Loader
+from vescale_fsdp_lightning.elastic.progress import COUNTS, Counts, as_after_a_batch, with_counts
 from vescale_fsdp_lightning.places import agree
 from vescale_fsdp_lightning.plain import from_plain, to_plain
-from vescale_fsdp_lightning.progress import COUNTS, Counts, as_after_a_batch, with_counts
 
-__all__ = ["Elastic"]
+__all__ = ["Fit"]
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +50,7 @@ _REFUSED = {
 }
 
 
-class Elastic:
+class Fit:
     """The elastic training of one ``Trainer.fit``.
 
     Args:
@@ -194,7 +192,7 @@ class Elastic:
         The tensors of the model are copies of its shards.
         """
         assert self.loaded is not None, "there was a state"
-        own = full.model_state(self._trainer.strategy.model)
+        own = model_state(self._trainer.strategy.model)
         # Not kept: it would hold the shards of a world that has ended.
         return {
             **self.loaded,
@@ -235,8 +233,7 @@ class Elastic:
         assert loader is not None, "prepared"
         step, samples = int(trainer.global_step), self._num_samples
         if run.step != step:  # of another checkpoint, because `fit` got its path
-            own = {"samples": samples, "marks": dict(run.marks)}
-            run.take({**run.extra, "step": step, KEY: own})
+            run.move(step, samples)
         loader.begin(step, samples)
         iter(trainer.fit_loop._data_fetcher)
         # Lightning's own handler sends a broadcast from within the handler.

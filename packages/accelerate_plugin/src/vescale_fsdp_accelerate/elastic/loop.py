@@ -18,7 +18,6 @@ For one call of ``train``, methods of the Trainer are wrapped, in its instance:
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import tempfile
 from collections.abc import Callable, Iterator
@@ -30,12 +29,10 @@ from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untype
 from accelerate.state import GradientState  # type: ignore[import-untyped]
 
 import vescale_fsdp_elastic as elastic
-from vescale_fsdp.checkpoint.contents import capture, restorer
-from vescale_fsdp_accelerate.elastic import elastic_training, take_world
-from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
-from vescale_fsdp_elastic import repeating
+from vescale_fsdp.spi import capture, restorer
+from vescale_fsdp_accelerate.elastic.training import elastic_training, take_world
 
-__all__ = ["Loop", "within"]
+__all__ = ["Loop", "repeated", "within"]
 
 _FILE = "trainer_state.json"
 _GLOBAL_BATCH = "global_batch"  # in the marks of a run
@@ -307,25 +304,11 @@ def _take_world(trainer: Any) -> None:
             callback._initialized = False
 
 
-def replace(trainer_class: Any) -> None:
-    """Make the loop of Trainers with an `ElasticCallback` elastic. Idempotent."""
-    stock = trainer_class._inner_training_loop
+def repeated(trainer: Any, callback: Any, train: Callable[[], Any]) -> Any:
+    """Run the Trainer's loop, elastic, and again whenever ranks have come or gone."""
 
-    @functools.wraps(stock)
-    def inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        from vescale_fsdp_accelerate.elastic_callback import ElasticCallback
+    def attempt() -> Any:
+        with within(trainer, callback):
+            return train()
 
-        found = [
-            each for each in self.callback_handler.callbacks if isinstance(each, ElasticCallback)
-        ]
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if not found or not isinstance(plugin, VeScaleFSDPPlugin):  # the callback raises then
-            return stock(self, *args, **kwargs)
-
-        def train() -> Any:
-            with within(self, found[0]):
-                return stock(self, *args, **kwargs)
-
-        return repeating.repeat(train, lambda _: _end(self), lambda: _take_world(self))
-
-    trainer_class._inner_training_loop = inner_training_loop
+    return elastic.repeat(attempt, lambda _: _end(trainer), lambda: _take_world(trainer))
