@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.models import PRESETS
 from benchmarks.optimizers.results import circumstances, read, write
+from packages.core.tests.allocations import peak_of, through_the_allocator, traced
 from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
@@ -29,7 +30,6 @@ from vescale_fsdp.cli.modules import model_of_module
 from vescale_fsdp.cli.report import make_report
 from vescale_fsdp.cli.settings import Settings, parse_dtype
 from vescale_fsdp.costs import Activations
-from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
 
 FILE = Path(__file__).parent / "results" / "activations.json"
 MODELS = ("gpt-7m", "vit-6m")

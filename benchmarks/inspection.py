@@ -23,9 +23,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from packages.core.tests.allocations import Block, peak_of, through_the_allocator, traced
 from torch.profiler import ProfilerActivity, profile
-
-from vescale_fsdp.testing.helpers import Block, peak_of, through_the_allocator, traced
 
 if TYPE_CHECKING:
     from benchmarks.engines import Engine

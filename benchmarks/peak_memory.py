@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.models import CONTEXT, GPT, MoE, loss_of
+from packages.core.tests.allocations import Block, peak_of, through_the_allocator, traced
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -37,7 +38,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from vescale_fsdp import fully_shard
-from vescale_fsdp.testing.helpers import Block, peak_of, through_the_allocator, traced
 
 VOCABULARY = 32  # so that the root is small compared with the blocks
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from vescale_fsdp.costs import Link, Machine
-from vescale_fsdp.costs.timing import UnitCost, run_step
 from vescale_fsdp.planner import TensorSpec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,6 +22,8 @@ def benchmarks_are_found() -> Iterator[None]:
 
 
 def test_schedule_without_network_is_compute_and_copies() -> None:
+    from benchmarks.cost_model.timing import UnitCost, run_step
+
     unit = UnitCost(1.0, 2.0, 0.0, 0.0, copy_out_s=0.25, copy_in_s=0.5)
     root = UnitCost(0.1, 0.2, 0.0, 0.0, copy_out_s=0.01, copy_in_s=0.02)
     step = run_step(root, [unit, unit], Link(1.0), optimizer_s=0.3)
@@ -34,6 +35,8 @@ def test_schedule_without_network_is_compute_and_copies() -> None:
 
 
 def test_schedule_without_overlap_is_a_sum() -> None:
+    from benchmarks.cost_model.timing import UnitCost, run_step
+
     unit, root = UnitCost(1.0, 2.0, 10.0, 20.0), UnitCost(0.5, 1.0, 5.0, 5.0)
     step = run_step(root, [unit, unit, unit], Link(10.0, latency_s=0.1), overlaps=False)
     # Root: 10 bytes in 2 collectives; each unit: 2 * 10 + 20 bytes in 3. So 13 s and 11 latencies.
@@ -43,6 +46,8 @@ def test_schedule_without_overlap_is_a_sum() -> None:
 
 @pytest.mark.parametrize(("takes_turns", "step_s"), [(False, 18.0), (True, 18.0)])
 def test_schedule_with_overlap_by_hand(*, takes_turns: bool, step_s: float) -> None:
+    from benchmarks.cost_model.timing import UnitCost, run_step
+
     unit, root = UnitCost(1.0, 2.0, 1.0, 2.0), UnitCost(1.0, 1.0, 1.0, 2.0)
     # Gathers of the root and of 1 end at 1 and 2; forward runs from 2 to 5, and to 6 with the root.
     # Gather 3 runs from 6 to 7, as the root's backward; gather 2 to 8. Backward 3 ends at 9.

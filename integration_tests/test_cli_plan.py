@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ import torch
 from vescale_fsdp import MixedPrecisionPolicy, fully_shard, repeated_blocks
 from vescale_fsdp.cli import main
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+try:
+    from packages.core.tests.allocations import peak_of, through_the_allocator, traced
+finally:
+    sys.path.remove(str(ROOT))
 
 Capture = pytest.CaptureFixture[str]
 

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vescale_fsdp.testing.helpers import Block
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 try:
@@ -31,6 +29,7 @@ try:
     from benchmarks.models import Preset
     from benchmarks.report.tables import page
     from benchmarks.startup import Kind, Steps
+    from packages.core.tests.allocations import Block
 finally:
     sys.path.remove(str(ROOT))
 

@@ -19,8 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vescale_fsdp import fully_shard, repeated_blocks
-from vescale_fsdp.costs import BlockTimes, Candidate, Division, Predictor, Problem
+from vescale_fsdp.costs import BlockTimes, Candidate, Division, Problem
 from vescale_fsdp.costs.hardware import published
+from vescale_fsdp.costs.predicting import Predictor
 from vescale_fsdp.engine import TrialJob, cast_parameters, describe, trace_of_trial
 from vescale_fsdp.engine.budget.apply import apply
 

@@ -113,10 +113,10 @@ def test_nothing_of_a_framework_is_ours_where_nobody_asks_for_us(
     found = run(program, tmp_path)
     assert found["seen"] > 5000
     assert found["found"] == {}
-    # What waits for the frameworks, and nothing that it would load.
-    hook = {"vescale_fsdp_accelerate.options", "vescale_fsdp_hook"}
-    hook |= {f"vescale_fsdp_{each}" for each in ("accelerate", "lightning")}
-    hook |= {f"vescale_fsdp_{each}._autoload" for each in ("accelerate", "lightning")}
+    # What waits for the frameworks, and looks at the launcher's yaml; nothing that it would load.
+    accelerate = {"", "._autoload", ".launching", ".options"}
+    hook = {f"vescale_fsdp_accelerate{each}" for each in accelerate}
+    hook |= {"vescale_fsdp_hook", "vescale_fsdp_lightning", "vescale_fsdp_lightning._autoload"}
     assert set(found["ours"]) <= hook
 
 
@@ -126,7 +126,7 @@ OF_ACCELERATE = {
     "VeScaleAccelerator",
     "VeScaleTrainer",
     "VeScaleSeq2SeqTrainer",
-    "make_on_cpu",  # PartialState.__init__
+    "__init__",  # of PartialState
 }
 USES_LIGHTNING = LIGHTNING.replace('precision="16-mixed"', 'strategy="vescale_fsdp"').replace(
     "BoringModel.load_from_checkpoint", "print"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 # Names of parameters that are numbers of ranks.
 _RANKS = ("world_size", "num_ranks", "world", "ranks")
 # At each change, beside 1: parts of different sizes. If it is not there, the largest number.
 _AT_EACH_CHANGE = 3
+_SLOW_TO_LOAD = ("accelerate", "hypothesis", "lightning", "peft", "pytest", "transformers")
 
 
 @pytest.hookimpl(tryfirst=True)  # before "-m" chooses
@@ -15,6 +18,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests as nightly that run with other parameters at each change."""
     _mark_other_ranks(items)
     _mark_other_samples(items)
+    _preload()
 
 
 def _mark_other_ranks(items: list[pytest.Item]) -> None:
@@ -58,6 +62,14 @@ def _num_ranks(item: pytest.Item) -> int | None:
 
 def _function(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[0]
+
+
+def _preload() -> None:
+    """Let ranks be forked with what these tests have loaded: each would take seconds for it."""
+    from vescale_fsdp.testing import pool
+
+    loaded = [name for name in sys.modules if name.partition(".")[0] in _SLOW_TO_LOAD]
+    pool.PRELOADED += [name for name in loaded if name not in pool.PRELOADED]
 
 
 @pytest.fixture

@@ -37,6 +37,7 @@ from benchmarks.compare.record import source_digest
 from benchmarks.compare.spread import quartiles, ratios
 from benchmarks.cost_model.bytes_by_plan import UnitBytes, of_fsdp2, of_ours
 from benchmarks.cost_model.parts import NUM_PINGS, Shares, shares_of
+from benchmarks.cost_model.timing import UnitCost, run_step
 from benchmarks.models import PRESETS
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 from benchmarks.slow_network import Network, bits_per_s, counted_network, why_not
@@ -44,7 +45,6 @@ from benchmarks.team import Team
 from torch import nn
 
 from vescale_fsdp.costs import Link
-from vescale_fsdp.costs.timing import UnitCost, run_step
 from vescale_fsdp.planner import TensorSpec
 
 __all__ = ["FILE", "lines"]

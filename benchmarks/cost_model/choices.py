@@ -35,7 +35,6 @@ from benchmarks.cost_model.large import ACTIVE_EXPERTS, read_layers
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
 from vescale_fsdp.costs import (
-    FP32,
     BlockTimes,
     Candidate,
     Division,
@@ -51,6 +50,7 @@ from vescale_fsdp.costs import (
 )
 from vescale_fsdp.costs.hardware import COMPUTE_SHARE, published
 from vescale_fsdp.costs.machine import Machine
+from vescale_fsdp.costs.model import FP32
 from vescale_fsdp.errors import PlanError
 
 __all__ = ["FILE", "lines", "verdicts"]

@@ -14,7 +14,7 @@ the figures, are:
   are not counted; each token uses the model's share of the experts
 * copies are not overlapped with computation; our engine copies gradients once, FSDP2 also copies
   parameters from each all-gather, with padding
-* weights are sent in bf16, gradients in fp32; overlap is that of `vescale_fsdp.costs.timing`; the
+* weights are sent in bf16, gradients in fp32; overlap is that of `timing`; the
   optimizer, the host and stragglers take no time
 * everything is sharded over all GPUs, or over ``--shards`` of them with an all-reduce of the
   reduced shards between replicas; whether it fits in memory is not checked
@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cost_model.bytes_by_plan import of_fsdp2, of_ours
+from benchmarks.cost_model.timing import Step, UnitCost, run_step
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
 from vescale_fsdp.costs import Link, Machine
@@ -48,7 +49,6 @@ from vescale_fsdp.costs.hardware import (
     NETWORK_SHARE,
     published,
 )
-from vescale_fsdp.costs.timing import Step, UnitCost, run_step
 from vescale_fsdp.planner import TensorSpec
 
 __all__ = ["FILE", "Assumptions", "lines", "predict", "read_layers", "read_model"]

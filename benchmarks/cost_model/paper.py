@@ -7,7 +7,7 @@ GPT-OSS-120B and an internal mixture of experts. It reports for LLaMA about 5% o
 and FSDP2, and slightly more than Megatron-FSDP; for the other two models 11 to 66% over all four.
 The internal model is not public; DeepSeek-V3-671B stands for it.
 
-What a system does with a unit, in the same simulation of a step (`vescale_fsdp.costs.timing`):
+What a system does with a unit, in the same simulation of a step (`benchmarks.cost_model.timing`):
 
 ==============  ==========================  =======================  =========================
 system          shard, in elements          collectives for a        bytes that copies read and
@@ -43,11 +43,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cost_model.large import Assumptions, Layers, read_model
+from benchmarks.cost_model.timing import UnitCost, run_step
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
-from vescale_fsdp.costs import fsdp2_shard_size, megatron_shard_size
 from vescale_fsdp.costs.hardware import COMPUTE_SHARE, MEMORY_SHARE, NETWORK_SHARE, published
-from vescale_fsdp.costs.timing import UnitCost, run_step
+from vescale_fsdp.costs.layouts import fsdp2_shard_size, megatron_shard_size
 from vescale_fsdp.planner import TensorSpec, lay_out
 
 __all__ = ["FILE", "causes_lines", "lines", "table_1_lines"]

@@ -27,7 +27,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import fully_shard
-from vescale_fsdp.costs import Prediction, Predictor, Tuning
+from vescale_fsdp.costs import Prediction, Tuning
+from vescale_fsdp.costs.predicting import Predictor
 from vescale_fsdp.engine.budget import Budget, tuning_of
 from vescale_fsdp.engine.budget.choose import choose as choose_settings
 from vescale_fsdp.engine.budget.trials import Subject

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
+from vescale_fsdp.options import arguments
 from vescale_fsdp_accelerate import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.launching import check_config
 from vescale_fsdp_accelerate.options import GUARD, Options, from_config
-from vescale_fsdp_accelerate.sharding import parse_granularity
 from vescale_fsdp_accelerate.yaml_file import check_file, text_of
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "accelerate" / "vescale.yaml"
@@ -96,7 +96,8 @@ def test_what_is_written_is_what_was_asked_for(tmp_path: Path) -> None:
      ("whole", (8, 8), 64)],
 )  # fmt: skip
 def test_a_granularity_in_words(text: str, shape: tuple[int, int], block: int) -> None:
-    assert parse_granularity(text).block(shape) == block
+    made = arguments(from_config({"fsdp_vescale_granularity": text}), "granularity")
+    assert made["granularity"].block(shape) == block
 
 
 def test_the_plug_in_names_what_replaces_arguments_of_fsdp1() -> None:

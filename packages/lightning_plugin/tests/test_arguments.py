@@ -350,11 +350,11 @@ def torch_engine_is_refused(root: Path) -> None:
         def configure_model(self) -> None:
             torch_fully_shard(self.blocks[0])
 
-    with pytest.raises(TypeError, match=r"blocks\.0 has been sharded by torch"):
+    with pytest.raises(TypeError, match=r"'blocks\.0' has been sharded by torch"):
         fit("vescale_fsdp", root, make_model(Shards))
     model = make_model()
     model.blocks[1] = FullyShardedDataParallel(model.blocks[1], device_id=torch.device("cpu"))
-    with pytest.raises(TypeError, match=r"blocks\.1 has been sharded by torch"):
+    with pytest.raises(TypeError, match=r"'blocks\.1' has been sharded by torch"):
         fit("vescale_fsdp", root, model)
 
 

@@ -129,7 +129,7 @@ def test_budgets(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"budget": "ten"}, "VeScaleFSDPStrategy: budget 'ten' does not work; accepted: a size as"),
+        ({"budget": "ten"}, r"VeScaleFSDPStrategy\(budget='ten'\) does not work; accepted are a s"),
         ({"budget": "80%", "in_flight": 3}, "the budget chooses in_flight; use one of them"),
         ({"budget": "80%", "wrap": "none"}, "the budget chooses wrap"),
         ({"budget": "80%", "activations": "offload"}, "the budget chooses activations"),

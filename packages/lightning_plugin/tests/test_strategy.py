@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ from vescale_fsdp import (
     RaggedTensor,
 )
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp_lightning import Throughput, VeScaleFabricStrategy, VeScaleFSDPStrategy
-from vescale_fsdp_lightning.sharding import materialize
+from vescale_fsdp_lightning import Throughput, VeScaleFSDPStrategy
 
 from .gan import gan_loader, make_gan
 from .lit import (
@@ -314,23 +312,6 @@ def test_replicas_of_shards_and_tensor_parallelism(tmp_path: Path) -> None:
 # Without processes
 
 
-class Bare(nn.Module):
-    """Has no way to get values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2))
-        self.register_buffer("buffer", torch.ones(2))
-
-
-def test_what_cannot_be_given_values_is_named() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2, 2), Bare())
-    with pytest.warns(UserWarning, match="Bare were made on the meta device"):
-        materialize(model, torch.device("cpu"))
-    assert not any(each.is_meta for each in (*model.parameters(), *model.buffers()))
-
-
 def test_the_mesh_is_there_when_processes_are() -> None:
     with pytest.raises(
         RuntimeError, match=r"exists only after torch\.distributed has been started"
@@ -408,20 +389,3 @@ def test_half_precision_with_a_scaler_on_cpu() -> None:
     plugin = MixedPrecision("16-mixed", "cpu")
     with pytest.raises(ValueError, match=r"16-mixed.*accelerator=\"cpu\".*bf16-mixed"):
         pl.Trainer(strategy="vescale_fsdp", plugins=[plugin], **options)
-
-
-@pytest.mark.parametrize(
-    ("former", "name"), [("gather", "gather_codec"), ("reduce", "reduce_codec")]
-)
-@pytest.mark.parametrize("strategy", [VeScaleFSDPStrategy, VeScaleFabricStrategy])
-def test_former_names_work_and_warn_once(strategy: Any, former: str, name: str) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        made = [strategy(**{former: "int8"}) for _ in range(3)]
-    (warning,) = caught
-    assert warning.category is FutureWarning
-    assert warning.filename == __file__
-    assert str(warning.message).startswith(f"{strategy.__name__}: {former} is now called {name};")
-    assert made[0].options == strategy(**{name: "int8"}).options
-    with pytest.raises(ValueError, match=f"{former} is the former name of {name}, and both"):
-        strategy(**{former: "int8", name: "int8"})

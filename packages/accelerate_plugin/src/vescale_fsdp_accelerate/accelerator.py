@@ -31,11 +31,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from vescale_fsdp import FSDPModule, clip_grad_norm_
-from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.saving import begin_load, begin_save, check_reduced
 from vescale_fsdp.errors import companion
 from vescale_fsdp.optim import offload_
+from vescale_fsdp.spi import backend_name, begin_load, begin_save, check_reduced
 from vescale_fsdp_accelerate import checkpoints, saving
 from vescale_fsdp_accelerate.budgets import budget_for
 from vescale_fsdp_accelerate.plans import check_sizes

@@ -27,9 +27,8 @@ from torch.optim import Optimizer
 
 from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, checkpoint
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.contents import Weights
-from vescale_fsdp.checkpoint.saving import begin_save
 from vescale_fsdp.ranks import everyone
+from vescale_fsdp.spi import Weights, begin_save
 from vescale_fsdp_accelerate.replacing import Replacement
 from vescale_fsdp_accelerate.saving import replace_directory, replace_file
 

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from vescale_fsdp.errors import renamed
 from vescale_fsdp_accelerate.options import ENGINE_KEY, GUARD, PREFIX, Options
 
 __all__ = ["accelerate_config", "add_to"]
@@ -45,7 +44,6 @@ def accelerate_config(
     gather_codec: Annotated[
         str | None, typer.Option(help="Send weights in 8 bits: int8 or e4m3.")
     ] = None,
-    gather: Annotated[str | None, typer.Option(hidden=True)] = None,
     sealed: Annotated[
         bool, typer.Option("--sealed", help="Checkpoints with a CRC32 of each byte.")
     ] = False,
@@ -64,9 +62,7 @@ def accelerate_config(
             granularity=granularity,
             replicas=replicas,
             optimizer=optimizer,
-            gather_codec=renamed(
-                "accelerate-config", "--gather", gather, "--gather-codec", gather_codec
-            ),
+            gather_codec=gather_codec,
             sealed=sealed,
         )
         options.check_options()

@@ -12,10 +12,24 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import re
 from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from vescale_fsdp.options import (
+    ACTIVATIONS,
+    BUDGET,
+    COUNT,
+    FLAG,
+    GATHER,
+    GRANULARITY,
+    REDUCE,
+    check,
+    check_budget,
+    one_of,
+    only,
+    option,
+)
 
 __all__ = [
     "ASKED",
@@ -24,7 +38,6 @@ __all__ = [
     "PREFIX",
     "Options",
     "asked_for",
-    "current_fields",
     "engine_of",
     "from_config",
     "from_environment",
@@ -57,13 +70,6 @@ _CHOSEN_BY_BUDGET = (
     "gather_codec",
     "reduce_codec",
 )
-_GRANULARITY = re.compile(r"elements:[1-9]\d*|rows:[1-9]\d*|tile:[1-9]\d*x[1-9]\d*|whole")
-
-
-def _option(default: Any, help: str, accepted: str, **more: Any) -> Any:
-    return field(
-        default=default, kw_only=True, metadata={"help": help, "accepted": accepted, **more}
-    )
 
 
 @dataclass(kw_only=True)
@@ -101,200 +107,131 @@ class Options:
         reduce_codec: send gradients in 8 bits: ``int8``, or the arguments of
             ``vescale_fsdp.QuantizedReduce``. By import also one of these itself.
         sealed: checkpoints are sealed, with a CRC32 of each byte, with every state dict type.
-        gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Raises:
         ValueError: a value is not accepted; the message lists the accepted ones.
     """
 
-    granularity: str | None = _option(
+    granularity: Any = option(
+        GRANULARITY,
         None,
-        "blocks that must not be split; left out: those that the optimizer needs",
         "elements:256, rows:32, tile:32x32 or whole",
+        "blocks that must not be split; left out: those that the optimizer needs",
     )
-    sharding: str | None = _option(
+    sharding: str | None = option(
+        one_of("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"),
         None,
-        "what is sharded, by ZeRO's stages; left out: all (zero3; hsdp with replicas)",
         "ddp, zero1, zero2, zero3, hsdp or hsdp_zero1",
-        choices=("ddp", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero1"),
+        "what is sharded, by ZeRO's stages; left out: all (zero3; hsdp with replicas)",
     )
-    accumulate: str | None = _option(
+    accumulate: str | None = option(
+        one_of("unsharded", "sharded"),
         None,
-        "how gradients accumulate; left out: unsharded (zero2: sharded)",
         "unsharded (no communication) or sharded (less memory)",
-        choices=("unsharded", "sharded"),
+        "how gradients accumulate; left out: unsharded (zero2: sharded)",
     )
-    replicas: int = _option(
-        1, "groups of processes that each hold the whole model (HSDP)", "an int of at least 1"
-    )
-    ep_size: int = _option(
+    replicas: int = option(
+        COUNT,
         1,
-        "expert parallelism: over how many processes the experts are spread",
         "an int of at least 1",
+        "groups of processes that each hold the whole model (HSDP)",
     )
-    reduce_dtype: str = _option(
+    ep_size: int = option(
+        COUNT,
+        1,
+        "an int of at least 1",
+        "expert parallelism: over how many processes the experts are spread",
+    )
+    reduce_dtype: str = option(
+        one_of("fp32", "bf16", "fp16"),
         "fp32",
-        "dtype in which gradients are summed under mixed precision",
         "fp32, bf16 or fp16",
-        choices=("fp32", "bf16", "fp16"),
+        "dtype in which gradients are summed under mixed precision",
     )
-    unused: str = _option(
+    unused: str = option(
+        one_of("auto", "zeros"),
         "auto",
-        "gradients of parameters that no process used: none, or zeros",
         "auto or zeros",
-        choices=("auto", "zeros"),
+        "gradients of parameters that no process used: none, or zeros",
     )
-    in_flight: int = _option(
-        2, "how many units may be unsharded or prefetched at a time", "an int of at least 1"
+    in_flight: int = option(
+        COUNT,
+        2,
+        "an int of at least 1",
+        "how many units may be unsharded or prefetched at a time",
     )
-    activations: Any = _option(  # noqa: RUF009  # None by default
+    activations: Any = option(
+        ACTIVATIONS,
         None,
-        "keep the units' activations in host memory, or recompute them, or both",
         "recompute, offload or recompute+offload",
-        words=("recompute", "offload", "recompute+offload"),
+        "keep the units' activations in host memory, or recompute them, or both",
     )
-    offload: str | None = _option(
+    offload: str | None = option(
+        one_of("optimizer", "parameters", "all"),
         None,
-        "what stays in host memory while the optimizer steps on the device",
         "optimizer (its states), parameters (and gradients) or all",
-        choices=("optimizer", "parameters", "all"),
+        "what stays in host memory while the optimizer steps on the device",
     )
-    budget: Any = _option(  # noqa: RUF009  # None by default
+    budget: Any = option(
+        BUDGET,
         None,
-        "memory of a process, for which the fastest settings are chosen that fit; left out: none",
         "auto (90% of what is free), 80%, 10GiB, or the path of a written choice.yaml",
+        "memory of a process, for which the fastest settings are chosen that fit; left out: none",
     )
-    sync_init: bool = _option(
-        True, "start all processes with the first one's values, as DDP does", "true or false"
-    )
-    optimizer: str | None = _option(
-        None,
-        "train with this optimizer instead of the script's",
-        "muon, shampoo, soap or adamw8bit",
-        choices=("muon", "shampoo", "soap", "adamw8bit"),
-    )
-    optimizer_args: dict[str, Any] | None = _option(  # noqa: RUF009  # None by default
-        None, "arguments of that optimizer, such as {momentum: 0.9}", "names and values"
-    )
-    gather_codec: Any = _option(  # noqa: RUF009  # None by default
-        None,
-        "send weights in 8 bits; left out: in the compute dtype",
-        "int8, e4m3, or names and values such as {dtype: e4m3, block: [32, 32]}",
-        coding="QuantizedGather",
-        arguments={"dtype": ("int8", "e4m3"), "block": None},
-    )
-    reduce_codec: Any = _option(  # noqa: RUF009  # None by default
-        None,
-        "send gradients in 8 bits; left out: in reduce_dtype",
-        "int8, or names and values such as {block: 256, error_feedback: true}",
-        coding="QuantizedReduce",
-        arguments={"dtype": ("int8",), "block": None, "error_feedback": (False, True)},
-    )
-    sealed: bool = _option(
-        False,
-        "checkpoints with a CRC32 of each byte, instead of torch's format",
+    sync_init: bool = option(
+        FLAG,
+        True,
         "true or false",
+        "start all processes with the first one's values, as DDP does",
     )
-    gather: Any = _option(None, "", "", now="gather_codec")  # noqa: RUF009  # None by default
-    reduce: Any = _option(None, "", "", now="reduce_codec")  # noqa: RUF009  # None by default
+    optimizer: str | None = option(
+        one_of("muon", "shampoo", "soap", "adamw8bit"),
+        None,
+        "muon, shampoo, soap or adamw8bit",
+        "train with this optimizer instead of the script's",
+    )
+    optimizer_args: dict[str, Any] | None = option(
+        only(lambda value: isinstance(value, dict) and all(isinstance(key, str) for key in value)),
+        None,
+        "names and values",
+        "arguments of that optimizer, such as {momentum: 0.9}",
+    )
+    gather_codec: Any = option(
+        GATHER,
+        None,
+        "int8, e4m3, or names and values such as {dtype: e4m3, block: [32, 32]}",
+        "send weights in 8 bits; left out: in the compute dtype",
+    )
+    reduce_codec: Any = option(
+        REDUCE,
+        None,
+        "int8, or names and values such as {block: 256, error_feedback: true}",
+        "send gradients in 8 bits; left out: in reduce_dtype",
+    )
+    sealed: bool = option(
+        FLAG,
+        False,
+        "true or false",
+        "checkpoints with a CRC32 of each byte, instead of torch's format",
+    )
 
     def check_options(self) -> None:
-        """Raise if a value is not accepted. Values under former names are moved."""
-        self._take_former_names()
-        for each in current_fields():
-            value = getattr(self, each.name)
-            if value is None and each.default is None:
-                continue
-            if not _fits(each, value):
-                raise ValueError(
-                    f"{PREFIX}{each.name}: {value!r} does not work; accepted: "
-                    f"{each.metadata['accepted']}"
-                )
-        self._check_budget()
+        """Raise if a value is not accepted."""
+        check(self, PREFIX + "{name}: {value!r} does not work{reason}; accepted: {accepted}")
+        check_budget(
+            self,
+            _CHOSEN_BY_BUDGET,
+            f"{PREFIX}budget: {{budget!r}} chooses {{name}}, and {PREFIX}{{name}}: {{value!r}} is "
+            "set too; leave one of them out",
+        )
         if self.optimizer_args and self.optimizer is None:
             raise ValueError(
                 f"{PREFIX}optimizer_args has no meaning without {PREFIX}optimizer, which names one"
             )
 
-    def _check_budget(self) -> None:
-        for name in _CHOSEN_BY_BUDGET if self.budget is not None else ():
-            default = next(each.default for each in fields(Options) if each.name == name)
-            value = getattr(self, name)
-            if value != default:
-                raise ValueError(
-                    f"{PREFIX}budget: {self.budget!r} chooses {name}, and {PREFIX}{name}: {value!r}"
-                    " is set too; leave one of them out"
-                )
-
     def options(self) -> dict[str, Any]:
         """Return the options by name, without Accelerate's."""
-        return {each.name: getattr(self, each.name) for each in current_fields()}
-
-    def _take_former_names(self) -> None:
-        from vescale_fsdp.errors import renamed
-
-        where, prefix = type(self).__name__, ""
-        if type(self) is Options:
-            where, prefix = "fsdp_config", PREFIX
-        for each in fields(Options):
-            now = each.metadata.get("now")
-            if now is not None:
-                values = getattr(self, each.name), getattr(self, now)
-                setattr(self, each.name, None)
-                value = renamed(where, prefix + each.name, values[0], prefix + now, values[1])
-                setattr(self, now, value)
-
-
-def current_fields() -> list[Field[Any]]:
-    """Return the fields of `Options`, without those that are former names."""
-    return [each for each in fields(Options) if "now" not in each.metadata]
-
-
-def _fits(each: Any, value: Any) -> bool:
-    if "choices" in each.metadata:
-        return value in each.metadata["choices"]
-    if "words" in each.metadata:  # in a script also what torch takes
-        is_list = isinstance(value, list) and all(map(callable, value))
-        return value in each.metadata["words"] or callable(value) or is_list
-    if "coding" in each.metadata:
-        return _is_coding(each.metadata["coding"], each.metadata["arguments"], value)
-    if each.name == "granularity":
-        return isinstance(value, str) and _GRANULARITY.fullmatch(value) is not None
-    if each.name == "budget":
-        return _is_budget(value)
-    if each.name == "optimizer_args":
-        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
-    if isinstance(each.default, bool):
-        return isinstance(value, bool)
-    return type(value) is int and value >= 1
-
-
-def _is_coding(kind: str, arguments: Mapping[str, Any], value: Any) -> bool:
-    """Whether it is a name of a dtype, a mapping of arguments, or an object of the core."""
-    if not isinstance(value, dict):
-        return value in arguments["dtype"] or type(value).__name__ == kind
-    return all(
-        key in arguments and (_is_block(each) if key == "block" else each in arguments[key])
-        for key, each in value.items()
-    )
-
-
-def _is_budget(value: Any) -> bool:
-    from vescale_fsdp.costs import Amount, is_path
-
-    if is_path(value) or type(value).__name__ == "Budget":
-        return True
-    try:
-        Amount.parse(value)
-    except ValueError:
-        return False
-    return True
-
-
-def _is_block(value: Any) -> bool:
-    """Whether it is a number of elements, or rows and columns."""
-    extents = value if isinstance(value, list | tuple) and len(value) == 2 else [value]
-    return all(type(extent) is int and extent >= 1 for extent in extents)
+        return {each.name: getattr(self, each.name) for each in fields(Options)}
 
 
 def engine_of(fsdp_config: Mapping[str, Any]) -> str | None:
@@ -338,9 +275,8 @@ def from_config(fsdp_config: Mapping[str, Any]) -> Options:
         if not key.startswith(PREFIX):
             continue
         if key not in known:
-            current = [PREFIX + each.name for each in current_fields()]
-            near = difflib.get_close_matches(key, current, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(current)}"
+            near = difflib.get_close_matches(key, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
             raise ValueError(f"fsdp_config has the unknown key {key!r}; {hint}")
         found[known[key]] = value
     options = Options(**found)

@@ -14,7 +14,6 @@ The functions that write are collective, and need a directory that all processes
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -23,8 +22,9 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp import CheckpointIncompleteError, RankMismatchError
+from vescale_fsdp import CheckpointIncompleteError, RankMismatchError, checkpoint
 from vescale_fsdp.ranks import everyone
+from vescale_fsdp.spi import flush
 
 __all__ = [
     "begin",
@@ -70,15 +70,15 @@ def finish(folder: Path, *, is_written: bool = False) -> None:
         if is_written and stage.is_dir():
             for entry in stage.iterdir():
                 if entry.is_file():  # files in directories are already flushed
-                    _flush(entry)
-            _flush(stage)
+                    flush(entry)
+            flush(stage)
             stage.rename(saved)
         for entry in sorted(saved.iterdir()) if saved.is_dir() else ():
             _remove(folder / entry.name, unless_file=True)
             entry.replace(folder / entry.name)
             _remove_twin(folder / entry.name)
         if saved.is_dir():
-            _flush(folder)
+            flush(folder)
             saved.rmdir()
 
     in_first(put)
@@ -121,15 +121,6 @@ def _numbered(folder: Path) -> list[Path]:
     return [found[number] for number in sorted(found)]
 
 
-def _flush(path: Path) -> None:
-    """Flush a file, or the names in a directory, to disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
 def _remove(path: Path, *, unless_file: bool = False) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
@@ -153,9 +144,9 @@ def replace_file(file: Path, state: Any) -> None:
     def write() -> None:
         new = file.with_name(f"{file.name}.new")
         torch.save(state, new)
-        _flush(new)
+        flush(new)
         new.replace(file)
-        _flush(file.parent)
+        flush(file.parent)
         _remove_twin(file)
 
     in_first(write)
@@ -163,23 +154,13 @@ def replace_file(file: Path, state: Any) -> None:
 
 def replace_directory(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a new directory at ``path``. An old one is deleted when the new one is complete."""
-    new, old = path.with_name(f"{path.name}.new"), path.with_name(f"{path.name}.old")
-
-    def clean() -> None:
-        if old.exists() and not path.exists():
-            old.rename(path)  # an earlier save was killed between the two renames below
-        _remove(new)
-        _remove(old)
-
-    in_first(clean)
-    write(new)
+    place = checkpoint.Place(path)
+    new = place.beside(".new")
+    in_first(place.mend)
+    write(Path(new.path))
 
     def replace() -> None:
-        if path.exists():
-            path.rename(old)
-        new.rename(path)
-        _flush(path.parent)
-        _remove(old)
+        place.replace_by(new)
         _remove_twin(path)
 
     in_first(replace)

@@ -14,31 +14,28 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import (
     Budget,
     CPUOffloadPolicy,
     FSDPModule,
-    Granularity,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    QuantizedGather,
-    QuantizedReduce,
     RaggedTensor,
     callable_units,
     combine,
     fully_shard,
     late_modules,
+    refuse_other_engines,
     repeated_blocks,
 )
+from vescale_fsdp.options import arguments
 from vescale_fsdp.ranks import everyone
 from vescale_fsdp_accelerate.plans import Meshes, Plans
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
 
-__all__ = ["Sharder", "parse_granularity", "units_of"]
+__all__ = ["Sharder", "units_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -106,7 +103,7 @@ class Sharder:
             ValueError: a class to wrap is not in it; or it has no plan for tensor or expert
                 parallelism.
         """
-        refuse_other_engines(model)
+        refuse_other_engines(model, "or leave it to accelerator.prepare")
         plugin, meshes = self.plugin, self.meshes
         parts_are_units = bool(units_of(model)) or bool(_sharded_in(model))
         plans = None
@@ -174,7 +171,7 @@ class Sharder:
             "offload_policy": self._offload_policy(),
             "ignored_params": ignored,
             "granularity": self._granularity(needs),
-            **self._codings(),
+            **self._codecs(),
             "unused": plugin.unused,
             "in_flight": plugin.in_flight,
             "sharding": plugin.sharding,
@@ -289,22 +286,17 @@ class Sharder:
         return policy
 
     def _granularity(self, needs: Iterable[Any]) -> Any:
-        given = self.plugin.granularity
-        parts: list[Any] = [] if given is None else [parse_granularity(given)]
+        given = arguments(self.plugin, "granularity")["granularity"]
+        parts: list[Any] = [] if given is None else [given]
         parts += list(needs)
         if parts:  # without other parts, fully_shard itself keeps blocks of codes whole
-            parts += [each.granularity() for each in self._codings().values()]
+            parts += [each.granularity() for each in self._codecs().values() if each is not None]
         if len(parts) < 2:
             return parts[0] if parts else None
         return combine(*parts)
 
-    def _codings(self) -> dict[str, QuantizedGather | QuantizedReduce]:
-        """Return the 8-bit codecs of the options, by argument of ``fully_shard``."""
-        kinds = {"gather_codec": QuantizedGather, "reduce_codec": QuantizedReduce}
-        given = {name: getattr(self.plugin, name) for name in kinds}
-        return {
-            name: _coding(kinds[name], value) for name, value in given.items() if value is not None
-        }
+    def _codecs(self) -> dict[str, Any]:
+        return arguments(self.plugin, "gather_codec", "reduce_codec")
 
     def _ignored(self, model: nn.Module) -> set[nn.Parameter]:
         wanted = self.plugin.ignored_modules
@@ -399,45 +391,6 @@ def upcast(model: nn.Module) -> None:
         )
 
 
-def refuse_other_engines(model: nn.Module) -> None:
-    """Raise if torch's own ``fully_shard`` or FSDP has sharded a part of the model.
-
-    Raises:
-        TypeError: names the module.
-    """
-    for name, child in model.named_modules():
-        is_fsdp2 = isinstance(child, AnyFSDPModule) and not isinstance(child, FSDPModule)
-        if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
-            raise TypeError(
-                f"{name or type(model).__name__} has been sharded by torch.distributed.fsdp; with "
-                "fsdp_engine: vescale use vescale_fsdp.fully_shard, which takes the same "
-                "arguments, or leave it to accelerator.prepare"
-            )
-
-
 def weak_parameters(model: nn.Module) -> dict[str, Any]:
     """Return weak references to the parameters by name. Tied ones have several names."""
     return {name: weakref.ref(p) for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-def _coding(kind: Any, value: Any) -> Any:
-    """Convert a value of the yaml to the core's object. `Options` has checked it."""
-    if isinstance(value, kind):
-        return value
-    args = dict(value) if isinstance(value, dict) else {"dtype": value}
-    if kind is QuantizedReduce:
-        args.pop("dtype", None)  # int8 is the only dtype
-    if isinstance(args.get("block"), list):
-        args["block"] = tuple(args["block"])
-    return kind(**args)
-
-
-def parse_granularity(text: str) -> Granularity:
-    """Parse a granularity such as ``rows:32``. `Options` has checked it."""
-    kind, _, amount = text.partition(":")
-    if kind == "whole":
-        return Granularity.whole()
-    if kind == "tile":
-        rows, columns = amount.split("x")
-        return Granularity.tile(int(rows), int(columns))
-    return Granularity.rows(int(amount)) if kind == "rows" else Granularity.elements(int(amount))

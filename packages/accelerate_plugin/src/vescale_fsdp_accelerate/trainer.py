@@ -29,8 +29,8 @@ from transformers.trainer import Trainer
 
 from vescale_fsdp import FSDPModule, unsharded
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.saving import begin_save
 from vescale_fsdp.ranks import everyone
+from vescale_fsdp.spi import begin_save
 from vescale_fsdp_accelerate import checkpoints
 from vescale_fsdp_accelerate.checkpoints import is_peft
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 from vescale_fsdp_accelerate.launching import check_config
-from vescale_fsdp_accelerate.options import ENGINE_KEY, GUARD, PREFIX, Options, current_fields
+from vescale_fsdp_accelerate.options import ENGINE_KEY, GUARD, PREFIX, Options
 
 __all__ = ["check_file", "text_of"]
 
@@ -62,7 +63,7 @@ def text_of(name: str, settings: Mapping[str, Any], options: Options) -> str:
         **{**settings, "use_cpu": str(settings["use_cpu"]).lower()},
     )
     lines = []
-    for each in current_fields():
+    for each in fields(Options):
         value = getattr(options, each.name)
         lines.append(f"  # {each.metadata['help']} ({each.metadata['accepted']})")
         is_set = value != each.default

@@ -162,7 +162,7 @@ def made_current(device: torch.device) -> AbstractContextManager[None]:
 
 
 def describe_all() -> dict[str, Any]:
-    """The accelerators of this machine: names, memory, versions of libraries."""
+    """The accelerators of this machine: their type, names and memory."""
     kind = accelerator_type(warns=True)
     found: dict[str, Any] = {"type": kind, "devices": []}
     if kind is None:
@@ -182,11 +182,6 @@ def describe_all() -> dict[str, Any]:
                 "free_bytes": free,
             }
         )
-    if torch.distributed.is_nccl_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    found["peer_access"] = all(
-        torch.cuda.can_device_access_peer(0, index) for index in range(1, count)
-    )
     return found
 
 

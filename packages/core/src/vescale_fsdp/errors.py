@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 import warnings
 from importlib.util import find_spec
-from typing import Any, TypeVar
 
 __all__ = [
     "CheckpointCorruptError",
@@ -84,8 +83,6 @@ _CLIENTS = (
     "pytorch_lightning",
 )
 
-ValueT = TypeVar("ValueT")
-
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the innermost line that is neither of this project nor of torch."""
@@ -102,28 +99,6 @@ def warn_no_effect(setter: str, why: str) -> None:
         level += 1
     if _package_at(level) not in _CLIENTS:
         warnings.warn(f"{setter} has no effect here: {why}", stacklevel=level)
-
-
-def renamed(where: str, old_name: str, old: Any, new_name: str, new: ValueT) -> ValueT:
-    """The value of an option that may be given by its former name, with a warning then.
-
-    None means not given.
-
-    Raises:
-        ValueError: it is given by both.
-    """
-    if old is None:
-        return new
-    if new is not None:
-        raise ValueError(
-            f"{where}: {old_name} is the former name of {new_name}, and both were given; leave "
-            f"out {old_name}"
-        )
-    warn_user(
-        f"{where}: {old_name} is now called {new_name}; the former name works until version 1.0",
-        FutureWarning,
-    )
-    return old  # type: ignore[no-any-return]
 
 
 def _package_at(level: int) -> str:

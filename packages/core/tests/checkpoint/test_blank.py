@@ -17,7 +17,8 @@ from vescale_fsdp import (
     fully_shard,
 )
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
+
+from ..allocations import peak_of, through_the_allocator, traced
 
 WIDTH, NUM_BLOCKS = 256, 8
 

@@ -20,7 +20,8 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp.checkpoint import full
 from vescale_fsdp.optim import AdamW8bit
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp.testing.helpers import peak_of, traced
+
+from ..allocations import peak_of, traced
 
 SIZE = 128 * 128 * 4  # bytes of a matrix
 

@@ -24,6 +24,7 @@ from vescale_fsdp import (
     CheckpointMismatchError,
     CheckpointValueError,
     CheckpointWriteError,
+    RankMismatchError,
     checkpoint,
 )
 from vescale_fsdp.checkpoint import contents, files, seal
@@ -380,7 +381,7 @@ def die_somewhere(root: Path, where: str, victim: int) -> None:
         }[where]
         setattr(holder, name, kill)
     start = time.monotonic()
-    with pytest.raises(CheckpointIncompleteError, match=f"rank {victim} did not answer"):
+    with pytest.raises(RankMismatchError, match=f"rank {victim} did not answer"):
         checkpoint.save(root / "step-2", model)
     assert time.monotonic() - start < 20
 
@@ -430,7 +431,7 @@ def save_beside_one_that_dies(root: Path, victim: int) -> None:
 
     contents.LocalPlan.offer = offers  # type: ignore[method-assign]
     try:
-        with pytest.raises(CheckpointIncompleteError, match=f"rank {victim} did not answer"):
+        with pytest.raises(RankMismatchError, match=f"rank {victim} did not answer"):
             checkpoint.save(root / "step-2", nn.Linear(4, 4))
     finally:
         dist.isend, dist.send, contents.LocalPlan.offer = isend, send, offer  # type: ignore[method-assign]

@@ -23,8 +23,8 @@ from vescale_fsdp.cli.report import make_report
 from vescale_fsdp.cli.settings import Settings, parse_dtype
 from vescale_fsdp.costs import Activations, Event, Figures, Trace
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
 
+from ..allocations import peak_of, through_the_allocator, traced
 from .tiny import shapes_file
 
 VOCAB, WIDTH, HEADS, LENGTH, BATCH = 512, 64, 4, 64, 4

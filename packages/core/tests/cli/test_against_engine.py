@@ -13,8 +13,9 @@ from torch import nn
 from vescale_fsdp import QuantizedGather, QuantizedReduce
 from vescale_fsdp.cli.modules import model_of_module
 from vescale_fsdp.cli.settings import BlockRules, Settings, parse_dtype
-from vescale_fsdp.costs import Backend, Code, Codes, Figures, figures_of, lay_out_model
+from vescale_fsdp.costs import Code, Codes, Figures, figures_of, lay_out_model
 from vescale_fsdp.costs.account import INNER
+from vescale_fsdp.costs.machine import Backend
 from vescale_fsdp.testing import run_ranks
 
 from .training import (

@@ -471,10 +471,8 @@ def test_what_travels_in_8_bits(tmp_path: Path, capsys: Capture) -> None:
     path = shapes_file(tmp_path, WIDE)
     common = (path, "--ranks", "2", "--reshard", "--backend", "gloo")
     report = as_json(capsys, *common, "--gather-codec", "e4m3:128x128", "--reduce-codec", "int8:64")
-    for name in ("gather_codec", "gather"):  # the latter is the former name
-        assert report["settings"][name] == "e4m3:128x128"
-    for name in ("reduce_codec", "reduce"):
-        assert report["settings"][name] == "int8:64"
+    assert report["settings"]["gather_codec"] == "e4m3:128x128"
+    assert report["settings"]["reduce_codec"] == "int8:64"
     # Of a layer 256 x 128 is coded, 64 x 64 has fewer elements than a tile. A rank has 16,384
     # codes and one scale (to 16 bytes), and one of them 4,096 elements of bf16 besides.
     sent = report["per_rank"]["vescale_fsdp"]["sent_bytes"]
@@ -490,22 +488,6 @@ def test_what_travels_in_8_bits(tmp_path: Path, capsys: Capture) -> None:
     out = run(capsys, path, "--ranks", "8", "--gather-codec", "int8:128x128")
     assert way_out in " ".join(out.split())
     assert "gathered int8:256 or" in run(capsys, path, "--ranks", "8", "--gather-codec", "int8")
-
-
-def test_former_names_of_codecs(tmp_path: Path, capsys: Capture) -> None:
-    arguments = ["plan", shapes_file(tmp_path, WIDE), "--ranks", "2", "--json", "-"]
-    assert main([*arguments, "--gather-codec", "int8", "--reduce-codec", "int8"]) == 0
-    now = capsys.readouterr()
-    assert main([*arguments, "--gather", "int8", "--reduce", "int8"]) == 0
-    former = capsys.readouterr()
-    assert former.out == now.out
-    assert now.err == ""
-    assert former.err.count("\n") == 2
-    assert "warning: --gather is now called --gather-codec; the former name works" in former.err
-    assert "warning: --reduce is now called --reduce-codec" in former.err
-    both = ["--gather", "int8", "--gather-codec", "int8"]
-    message = "--gather is the former name of --gather-codec; leave it out"
-    assert message in refuse(capsys, *arguments[:-2], *both)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from vescale_fsdp.costs import (
-    BF16,
-    FP32,
     BlockTimes,
     Division,
     Event,
@@ -19,6 +17,7 @@ from vescale_fsdp.costs import (
     Trace,
     make_model,
 )
+from vescale_fsdp.costs.model import BF16, FP32
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vescale_fsdp.costs import Candidate, choice_of, read_choice, tune, write_choice
-from vescale_fsdp.costs.choice_file import choice_text, parse_choice
+from vescale_fsdp.costs import Candidate, read_choice, tune, write_choice
+from vescale_fsdp.costs.choice_file import choice_of, choice_text, parse_choice
 
 from .problems import MIB, problem
 

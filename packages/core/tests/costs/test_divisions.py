@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from vescale_fsdp.costs import FP32, BlockTimes, Division, Event, Group, Tensor, make_model
+from vescale_fsdp.costs import BlockTimes, Division, Event, Group, Tensor, make_model
 from vescale_fsdp.costs.divisions import grouped, split
+from vescale_fsdp.costs.model import FP32
 
 from .problems import MIB, division, group
 

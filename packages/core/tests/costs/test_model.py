@@ -1,4 +1,5 @@
-from vescale_fsdp.costs import FP32, Group, Tensor, joined, kinds, make_model
+from vescale_fsdp.costs import Group, Tensor, kinds, make_model
+from vescale_fsdp.costs.model import FP32, joined
 
 
 def group(*sizes: int) -> Group:

@@ -14,14 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import fully_shard, repeated_blocks
-from vescale_fsdp.costs import BF16, FP32, Candidate, OptimizerName, Predictor, Problem, grouped
+from vescale_fsdp.costs import Candidate, OptimizerName, Problem
+from vescale_fsdp.costs.divisions import grouped
+from vescale_fsdp.costs.model import BF16, FP32
+from vescale_fsdp.costs.predicting import Predictor
 from vescale_fsdp.engine.budget.apply import apply
 from vescale_fsdp.engine.budget.request import Budget
 from vescale_fsdp.engine.budget.trials import Subject, divide
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
 
+from ..allocations import peak_of, through_the_allocator, traced
 from .problems import machine
 
 pytestmark = pytest.mark.usefixtures("each_alone")

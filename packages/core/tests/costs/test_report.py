@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vescale_fsdp.costs import report, shown_of, tune
+from vescale_fsdp.costs import report_of, shown_of, tune
 
 from .problems import MIB, division, problem
 
@@ -12,7 +12,7 @@ from .problems import MIB, division, problem
 def test_the_chosen_candidate_is_first() -> None:
     this = problem(60 * MIB, divisions=(division(3),))
     tuning = tune(this)
-    lines = report(this, tuning).splitlines()
+    lines = report_of(this, tuning).splitlines()
     head = next(number for number, text in enumerate(lines) if text.startswith("settings"))
     assert lines[head].split() == ["settings", "step", "peak", "why", "not"]
     assert lines[head + 1].endswith("  chosen")
@@ -23,7 +23,7 @@ def test_the_chosen_candidate_is_first() -> None:
 
 def test_columns_are_aligned() -> None:
     this = problem(60 * MIB, divisions=(division(3),))
-    lines = report(this, tune(this)).splitlines()
+    lines = report_of(this, tune(this)).splitlines()
     start = lines[1].index("why not")
     rows = lines[2 : 2 + len(shown_of(tune(this), this.budget_bytes))]
     assert all(row[start - 1] == " " and row[start] != " " for row in rows)
@@ -31,7 +31,7 @@ def test_columns_are_aligned() -> None:
 
 def test_it_says_if_activations_are_unknown() -> None:
     this = problem(60 * MIB, divisions=(division(3, has_trace=False),))
-    assert "activations and the times of the model are unknown" in report(this, tune(this))
+    assert "activations and the times of the model are unknown" in report_of(this, tune(this))
 
 
 def test_each_row_of_the_table_of_stages_is_shown() -> None:

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fsdp import PlanError
-from vescale_fsdp.costs import FP32, Link, Predictor, Problem, candidates, tune
-from vescale_fsdp.costs.search import _Search, divisions_of
+from vescale_fsdp.costs import Link, Problem, tune
+from vescale_fsdp.costs.model import FP32
+from vescale_fsdp.costs.predicting import Predictor
+from vescale_fsdp.costs.search import _Search, candidates, divisions_of
 from vescale_fsdp.costs.words import bucket
 
 from .problems import MIB, division, machine, problem

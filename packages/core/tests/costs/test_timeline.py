@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from vescale_fsdp.costs import BF16, FP32, Backend, account, simulated
+from vescale_fsdp.costs import account, simulated
+from vescale_fsdp.costs.machine import Backend
+from vescale_fsdp.costs.model import BF16, FP32
 from vescale_fsdp.costs.timeline import run_step
 from vescale_fsdp.costs.units import GroupCosts, How, UnitCosts
 from vescale_fsdp.dbuffer import transport

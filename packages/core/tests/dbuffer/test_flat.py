@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vescale_fsdp.dbuffer import FlatBuffer, memory, plain_tensors
+from vescale_fsdp.dbuffer import memory, plain_tensors
+from vescale_fsdp.dbuffer.buffer import FlatBuffer
 from vescale_fsdp.planner import plan
 
 from .helpers import CPU, OFFSETS, SHAPES, make_layout

@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_fsdp import MixedPrecisionPolicy
-from vescale_fsdp.dbuffer import Cast
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.testing import run_ranks
@@ -31,6 +30,29 @@ class Scaled:
     def decode(self, layout: ShardLayout, rank: int, message: Tensor, part: Tensor) -> None:
         scale = message[:4].view(torch.float32)
         part.copy_(message[16 : 16 + layout.shard_size].view(torch.int8) * scale)
+
+
+class Cast:
+    """The plain cast as a codec: a shard is sent in ``dtype``."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def num_bytes(self, layout: ShardLayout) -> int:
+        """The shard in ``dtype``."""
+        return layout.shard_size * self.dtype.itemsize
+
+    def encode(
+        self, layout: ShardLayout, rank: int, shard: torch.Tensor, message: torch.Tensor
+    ) -> None:
+        """One cast."""
+        message.view(self.dtype).copy_(shard)
+
+    def decode(
+        self, layout: ShardLayout, rank: int, message: torch.Tensor, part: torch.Tensor
+    ) -> None:
+        """One cast."""
+        part.copy_(message.view(self.dtype))
 
 
 def train(codec: object | None, policy: MixedPrecisionPolicy) -> tuple[list[float], object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vescale_fsdp import NonFiniteError, fully_shard
 from vescale_fsdp.engine import check_gradients, finite
+from vescale_fsdp.ranks import Ranks
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import assert_bit_equal, full_gradients, full_parameters, shard_units
@@ -231,7 +231,7 @@ def refuse(*_: object) -> None:
 def check_cost() -> list[int]:
     model = backward(sharded_gpt())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finite, "exchange", refuse)
+        patch.setattr(Ranks, "exchange", refuse)
         with Recorder() as recorder:
             assert check_gradients(model)
         with Reads() as reads:
@@ -490,16 +490,14 @@ def test_gradients_that_are_not_contiguous_are_checked() -> None:
 
 
 def test_the_message_lists_ranks_as_ranges() -> None:
-    found = [
-        json.dumps([["w", "NaN", [rank]]] if rank in (4, 5, 6, 9) else []) for rank in range(4, 10)
-    ]
+    found = [[("w", "NaN", [rank])] if rank in (4, 5, 6, 9) else [] for rank in range(4, 10)]
     assert finite._sentence(finite._merged(found)) == (
         "gradients of 1 parameter are not finite: 'w' has NaN on ranks 4-6, 9"
     )
 
 
 def test_the_message_names_eight_parameters_and_counts_the_rest() -> None:
-    bad = [[f"p{index}", "NaN and inf" if index == 0 else "inf", [0]] for index in range(20)]
-    text = finite._sentence(json.dumps(bad))
+    bad = [(f"p{index}", "NaN and inf" if index == 0 else "inf", [0]) for index in range(20)]
+    text = finite._sentence(bad)
     assert text.startswith("gradients of 20 parameters are not finite: 'p0' has NaN and inf on ")
     assert text.endswith("'p7' has inf on rank 0, and 12 more")

@@ -21,8 +21,8 @@ from vescale_fsdp import MixedPrecisionPolicy, compat
 from vescale_fsdp.dbuffer.transport import SHORTEST_BYTES
 from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp.testing.helpers import peak_of, through_the_allocator, traced
 
+from ..allocations import peak_of, through_the_allocator, traced
 from .helpers import shard_units
 
 WORLD_SIZE, NUM_BLOCKS, NUM_LAYERS, WIDTH = 2, 6, 3, 512

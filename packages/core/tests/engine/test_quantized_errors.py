@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +20,6 @@ from vescale_fsdp import (
     combine,
     fully_shard,
 )
-from vescale_fsdp.engine.agreement import fingerprint_of
-from vescale_fsdp.engine.unit import unit_of
 from vescale_fsdp.optim import AdamW8bit
 from vescale_fsdp.testing import run_ranks
 
@@ -189,29 +186,3 @@ def test_blocks_that_are_none_are_refused(option: Any, block: object) -> None:
 def test_dtypes_without_codes_are_refused() -> None:
     with pytest.raises(ValueError, match="'int8' or 'e4m3', got 'e5m2'"):
         QuantizedGather("e5m2")  # type: ignore[arg-type]
-
-
-def check_former_names() -> None:
-    for former, name, codec in (
-        ("gather", "gather_codec", GATHER),
-        ("reduce", "reduce_codec", QuantizedReduce(8)),
-    ):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("default")
-            models = [fully_shard(layer(), **{former: codec}) for _ in range(3)]
-        (warning,) = caught  # one of each line that calls
-        assert warning.category is FutureWarning  # which users see
-        assert warning.filename == __file__
-        assert str(warning.message) == (
-            f"fully_shard: {former} is now called {name}; the former name works until version 1.0"
-        )
-        expected = fully_shard(layer(), **{name: codec})  # without a warning: those are errors here
-        assert fingerprint_of([unit_of(models[0])]) == fingerprint_of([unit_of(expected)])
-        assert "ed as" in str(fingerprint_of([unit_of(expected)])), "in 8 bits"
-        text = f"fully_shard: {former} is the former name of {name}, and both were given"
-        with pytest.raises(ValueError, match=text):
-            fully_shard(layer(), **{former: codec, name: codec})
-
-
-def test_former_names_work_and_warn_once() -> None:
-    run_ranks(check_former_names, 2)

@@ -21,8 +21,8 @@ from vescale_fsdp import (
     fully_shard,
     unsharded,
 )
-from vescale_fsdp.dbuffer import Coding, encode_blocks
-from vescale_fsdp.dbuffer.eight_bits import CodeDtype
+from vescale_fsdp.dbuffer import Coding
+from vescale_fsdp.dbuffer.eight_bits import CodeDtype, encode_blocks
 from vescale_fsdp.engine.quantized_weight import scaled_linear
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize

@@ -24,7 +24,8 @@ from vescale_fsdp import (
 )
 from vescale_fsdp.engine import buckets
 from vescale_fsdp.testing import RankError, run_ranks
-from vescale_fsdp.testing.helpers import peak_of, traced
+
+from ..allocations import peak_of, traced
 
 WIDTH = 12
 

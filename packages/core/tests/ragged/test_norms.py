@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from vescale_fsdp import RaggedShard, RaggedTensor
-from vescale_fsdp.ragged import ReducedTensor
+from vescale_fsdp.ragged.reduced import ReducedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import distributed, make_mesh, random

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import RaggedShard, RaggedTensor
-from vescale_fsdp.ragged import ReducedTensor, ReplicatedTensor, wrap_replicated
+from vescale_fsdp.ragged import ReplicatedTensor, wrap_replicated
+from vescale_fsdp.ragged.reduced import ReducedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh, random

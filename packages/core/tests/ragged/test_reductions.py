@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
-from vescale_fsdp.ragged import ReducedTensor
+from vescale_fsdp.ragged.reduced import ReducedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh, random

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from vescale_fsdp.ragged import Box, contiguous_strides, flat_range_to_boxes
+from vescale_fsdp.ragged import Box, contiguous_strides
+from vescale_fsdp.ragged.holdings import flat_range_to_boxes
 
 LARGEST_DIM = {0: 0, 1: 8, 2: 5, 3: 4, 4: 3}  # by ndim, to keep the number of ranges in bounds
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
-from vescale_fsdp.ragged import ReducedTensor
+from vescale_fsdp.ragged.reduced import ReducedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import random

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vescale_fsdp.testing.helpers import peak_of, traced
+from ..allocations import peak_of, traced
 
 
 def test_peak_counts_what_is_there_at_a_time_and_knows_what_is_left() -> None:

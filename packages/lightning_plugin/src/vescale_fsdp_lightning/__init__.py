@@ -9,7 +9,7 @@ same. To pass arguments, use the classes of the strategies::
 The files:
 
 * registration of the string: `_autoload`, and nothing else of Lightning changes
-* arguments: `options`, `words` (their form in yaml), `precision`
+* arguments: `options`, `precision`
 * processes and the model: `sharding`, which Trainer and Fabric share; `norms` of gradients
 * checkpoints: `plain` (values without pickle), `places` and `store` (paths), `torch_format`,
   `checkpoints` (Trainer), `fabric_checkpoints`; `dictionary` reads a directory in one process,

@@ -16,7 +16,7 @@ from torch import nn
 
 from vescale_fsdp import clip_grad_norm_, replaced_parameters
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.saving import begin_load, begin_save
+from vescale_fsdp.spi import begin_load, begin_save
 from vescale_fsdp_lightning import fabric_checkpoints
 from vescale_fsdp_lightning.fabric_forward import Forward
 from vescale_fsdp_lightning.places import from_first

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.saving import check_reduced
+from vescale_fsdp.spi import check_reduced
 from vescale_fsdp_lightning import torch_format
 from vescale_fsdp_lightning.checkpoints import (
     Checkpoints,

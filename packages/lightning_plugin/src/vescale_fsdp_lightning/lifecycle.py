@@ -23,7 +23,7 @@ from torch import nn
 
 from vescale_fsdp import clip_grad_norm_, stream_parameters
 from vescale_fsdp.checkpoint import full
-from vescale_fsdp.checkpoint.saving import begin_load, begin_save, check_reduced
+from vescale_fsdp.spi import begin_load, begin_save, check_reduced
 from vescale_fsdp_lightning.checkpoints import Loading
 from vescale_fsdp_lightning.places import agree, from_first
 from vescale_fsdp_lightning.plain import to_plain

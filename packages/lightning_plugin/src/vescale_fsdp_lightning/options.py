@@ -1,14 +1,15 @@
 """The arguments of the strategies: checks, and conversion to arguments of ``fully_shard``.
 
 The strategies of Trainer and Fabric make the same frozen record. A wrong value raises before a
-process is started, and the message names the accepted ones. For yaml, `words` parses strings where
-Python passes objects.
+process is started, and the message names the accepted ones. `vescale_fsdp.options` makes objects of
+the words and mappings of a yaml.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,7 +29,21 @@ from vescale_fsdp import (
     repeated_blocks,
 )
 from vescale_fsdp.errors import companion
-from vescale_fsdp_lightning.words import GRANULARITIES, gather_of, granularity_of, reduce_of
+from vescale_fsdp.options import (
+    ACTIVATIONS,
+    BUDGET,
+    COUNT,
+    FLAG,
+    GATHER,
+    GRANULARITY,
+    REDUCE,
+    arguments,
+    check,
+    check_budget,
+    one_of,
+    only,
+    option,
+)
 
 if TYPE_CHECKING:
     from vescale_fsdp_elastic import ElasticOptions
@@ -49,6 +64,7 @@ __all__ = [
     "elastic_options",
     "find_modules",
     "refuse_others",
+    "timeout_of",
 ]
 
 DATA, TENSOR = "data_parallel", "tensor_parallel"  # Lightning's names for axes of a mesh
@@ -60,23 +76,21 @@ Gather = QuantizedGather | dict[str, Any] | str | None
 Reduce = QuantizedReduce | dict[str, Any] | str | None
 Memory = Budget | str | int | PathLike[str] | None
 
-_STATE_DICT_TYPES = ("sharded", "full", "dcp")
-_UNUSED = ("auto", "zeros")
-_OFFLOADS = ("optimizer", "parameters", "all")
-# What a budget chooses, or cannot have beside it, with their defaults.
-_CHOSEN_BY_BUDGET = {
-    "wrap": "blocks",
-    "reshard_after_forward": None,
-    "tensor_parallel_size": 1,
-    "expert_parallel_size": 1,
-    "cpu_offload": False,
-    "offload": None,
-    "activation_checkpointing": False,
-    "activations": None,
-    "in_flight": 2,
-    "gather_codec": None,
-    "reduce_codec": None,
-}
+# What a budget chooses, or cannot have beside it.
+_CHOSEN_BY_BUDGET = (
+    "wrap",
+    "reshard_after_forward",
+    "tensor_parallel_size",
+    "expert_parallel_size",
+    "cpu_offload",
+    "offload",
+    "activation_checkpointing",
+    "activations",
+    "in_flight",
+    "gather_codec",
+    "reduce_codec",
+)
+_BOOL = "True or False"
 
 _IN_FLIGHT = "in_flight=, the number of units that may be unsharded at a time"
 _IGNORED = "call vescale_fsdp.fully_shard(..., ignored_params=...) in configure_model"
@@ -110,52 +124,92 @@ class Options:
         TypeError: a value has a wrong type.
     """
 
-    wrap: Wrap
-    granularity: Granularity | Callable[..., Granularity | None] | str | None
-    reshard_after_forward: bool | int | None
-    device_mesh: DeviceMesh | Sequence[int] | None
-    tensor_parallel_size: int
-    expert_parallel_size: int
-    mp_policy: MixedPrecisionPolicy | None
-    cpu_offload: bool
-    offload: str | None
-    activation_checkpointing: bool | Classes
-    activations: str | Callable[..., Any] | list[Any] | None
-    unused: Literal["auto", "zeros"]
-    in_flight: int
-    broadcast_buffers: bool
-    gather_codec: Gather
-    reduce_codec: Reduce
-    state_dict_type: str
-    async_save: bool
-    save_rng: bool
-    weights_only: bool
-    staging_dir: str | None
-    budget: Memory = None
+    wrap: Wrap = option(
+        only(lambda value: callable(value) or _are_classes(value), "blocks|none"),
+        "blocks",
+        '"blocks", "none", a list of classes or of their names, or a function from the model to a '
+        "list of its modules",
+    )
+    granularity: Granularity | Callable[..., Granularity | None] | str | None = option(
+        GRANULARITY,
+        None,
+        "a Granularity, a policy (name, parameter) -> Granularity | None, elements:256, rows:128, "
+        "tile:32x32 or whole",
+    )
+    reshard_after_forward: bool | int | None = option(
+        only(lambda value: isinstance(value, int)),
+        None,
+        "True, False, None, or the int of a group's size",
+    )
+    device_mesh: DeviceMesh | Sequence[int] | None = option(
+        only(lambda value: isinstance(value, DeviceMesh) or _are_sizes(value)),
+        None,
+        "(replicas, shards) as two ints, a DeviceMesh with names, or None",
+    )
+    tensor_parallel_size: int = option(COUNT, 1, "an int of at least 1")
+    expert_parallel_size: int = option(COUNT, 1, "an int of at least 1")
+    mp_policy: MixedPrecisionPolicy | None = option(
+        only(lambda value: isinstance(value, MixedPrecisionPolicy)),
+        None,
+        "a MixedPrecisionPolicy, or None to follow precision=",
+    )
+    cpu_offload: bool = option(FLAG, False, _BOOL)
+    offload: str | None = option(
+        one_of("optimizer", "parameters", "all"), None, '"optimizer", "parameters", "all", "None"'
+    )
+    activation_checkpointing: bool | Classes = option(
+        only(lambda value: isinstance(value, bool) or _are_classes(value)),
+        False,
+        "True, False, or a list of classes or names",
+    )
+    activations: str | Callable[..., Any] | list[Any] | None = option(
+        ACTIVATIONS,
+        None,
+        '"recompute", "offload", "recompute+offload", a policy, a list of operators, or None',
+    )
+    unused: Literal["auto", "zeros"] = option(one_of("auto", "zeros"), "auto", '"auto", "zeros"')
+    in_flight: int = option(COUNT, 2, "an int of at least 1")
+    broadcast_buffers: bool = option(FLAG, True, _BOOL)
+    gather_codec: Gather = option(
+        GATHER,
+        None,
+        'a QuantizedGather, "int8", "e4m3", a mapping of dtype and block such as {"dtype": '
+        '"int8", "block": [32, 32]}, or None',
+    )
+    reduce_codec: Reduce = option(
+        REDUCE,
+        None,
+        'a QuantizedReduce, "int8", a mapping of block and error_feedback such as {"block": 256, '
+        '"error_feedback": True}, or None',
+    )
+    state_dict_type: str = option(
+        one_of("sharded", "full", "dcp"), "sharded", '"sharded", "full", "dcp"'
+    )
+    async_save: bool = option(FLAG, False, _BOOL)
+    save_rng: bool = option(FLAG, True, _BOOL)
+    weights_only: bool = option(FLAG, True, _BOOL)
+    staging_dir: str | None = option(
+        only(lambda value: isinstance(value, str)), None, "the path of a folder, or None"
+    )
+    budget: Memory = option(
+        BUDGET,
+        None,
+        'a size such as "10GiB" or "80%", "auto", a number of bytes, the path of a written '
+        "choice.yaml, a Budget, or None",
+    )
     elastic: ElasticOptions | None = None
 
     def __post_init__(self) -> None:
-        self._check_choice("state_dict_type", _STATE_DICT_TYPES)
-        self._check_choice("unused", _UNUSED)
-        bools = ("cpu_offload", "broadcast_buffers", "async_save", "save_rng", "weights_only")
-        for name in bools:
-            if not isinstance(getattr(self, name), bool):
-                self._refuse(name, "True or False")
-        for name in ("tensor_parallel_size", "expert_parallel_size", "in_flight"):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                self._refuse(name, "an int of at least 1")
-        is_word = isinstance(self.wrap, str) and self.wrap in ("blocks", "none")
-        if not (is_word or callable(self.wrap) or _are_classes(self.wrap)):
-            self._refuse(
-                "wrap",
-                '"blocks", "none", a list of classes or of their names, or a function from the '
-                "model to a list of its modules",
-            )
-        if not (isinstance(self.activation_checkpointing, bool) or self._are_checkpointed()):
-            self._refuse("activation_checkpointing", "True, False, or a list of classes or names")
-        if self.offload not in (None, *_OFFLOADS):
-            self._refuse("offload", ", ".join(f'"{each}"' for each in (*_OFFLOADS, None)))
+        check(
+            self,
+            "VeScaleFSDPStrategy({name}={value!r}) does not work{reason}; accepted are {accepted}",
+        )
+        check_budget(
+            self,
+            _CHOSEN_BY_BUDGET,
+            "VeScaleFSDPStrategy(budget={budget!r}, {name}={value!r}): the budget chooses {name}; "
+            "use one of them",
+        )
         if self.offload is not None and self.cpu_offload:
             raise ValueError(
                 f"VeScaleFSDPStrategy(offload={self.offload!r}, cpu_offload=True): the optimizer "
@@ -166,28 +220,8 @@ class Options:
                 f"VeScaleFSDPStrategy(activations={self.activations!r}, activation_checkpointing="
                 f"{self.activation_checkpointing!r}): both say what is recomputed; use one of them"
             )
-        if isinstance(self.granularity, str):
-            granularity_of(self.granularity)
-        elif not (
-            self.granularity is None
-            or isinstance(self.granularity, Granularity)
-            or callable(self.granularity)
-        ):
-            self._refuse("granularity", GRANULARITIES)
-        gather_of(self.gather_codec)
-        reduce_of(self.reduce_codec)
-        reshard = self.reshard_after_forward
-        if not (reshard is None or isinstance(reshard, int)):
-            self._refuse("reshard_after_forward", "True, False, None, or the int of a group's size")
-        if not (self.mp_policy is None or isinstance(self.mp_policy, MixedPrecisionPolicy)):
-            self._refuse("mp_policy", "a MixedPrecisionPolicy, or None to follow precision=")
-        if not (self.staging_dir is None or isinstance(self.staging_dir, str)):
-            self._refuse("staging_dir", "the path of a folder, or None")
         mesh = self.device_mesh
-        if not (mesh is None or isinstance(mesh, DeviceMesh) or _are_sizes(mesh)):
-            self._refuse(
-                "device_mesh", "(replicas, shards) as two ints, a DeviceMesh with names, or None"
-            )
+        mesh = self.device_mesh
         if isinstance(mesh, DeviceMesh):
             _check_names(mesh)
         if isinstance(mesh, DeviceMesh) and self.tensor_parallel_size > 1:
@@ -201,7 +235,6 @@ class Options:
                 f"VeScaleFSDPStrategy(expert_parallel_size={self.expert_parallel_size}) must be a "
                 f"multiple of tensor_parallel_size={self.tensor_parallel_size}"
             )
-        self._check_budget()
         self._check_elastic()
         if self.async_save and self.state_dict_type != "sharded":
             raise ValueError(
@@ -223,34 +256,6 @@ class Options:
                 f"VeScaleFSDPStrategy(elastic=..., device_mesh={self.device_mesh!r}): sizes fix "
                 "the number of ranks, which changes with elastic training; leave device_mesh out"
             )
-
-    def _check_budget(self) -> None:
-        if self.budget is None:
-            return
-        try:
-            Budget.of(self.budget)
-        except ValueError as error:
-            raise ValueError(f"VeScaleFSDPStrategy: {error}") from None
-        for name, default in _CHOSEN_BY_BUDGET.items():
-            value = getattr(self, name)
-            if value != default:
-                raise ValueError(
-                    f"VeScaleFSDPStrategy(budget={self.budget!r}, {name}={value!r}): the budget "
-                    f"chooses {name}; use one of them"
-                )
-
-    def _are_checkpointed(self) -> bool:
-        return _are_classes(self.activation_checkpointing)
-
-    def _check_choice(self, name: str, accepted: Sequence[str]) -> None:
-        if getattr(self, name) not in accepted:
-            self._refuse(name, ", ".join(f'"{each}"' for each in accepted))
-
-    def _refuse(self, name: str, accepted: str) -> None:
-        raise ValueError(
-            f"VeScaleFSDPStrategy({name}={getattr(self, name)!r}) does not work; accepted are "
-            f"{accepted}"
-        )
 
     # Conversion
 
@@ -274,17 +279,15 @@ class Options:
 
     def engine_options(self) -> dict[str, Any]:
         """Return the arguments of ``fully_shard`` that are the same for all units."""
-        granularity = self.granularity
-        return {
-            "granularity": granularity_of(granularity)
-            if isinstance(granularity, str)
-            else granularity,
-            "reshard_after_forward": self.reshard_after_forward,
-            "unused": self.unused,
-            "in_flight": self.in_flight,
-            "gather_codec": gather_of(self.gather_codec),
-            "reduce_codec": reduce_of(self.reduce_codec),
-        }
+        return arguments(
+            self,
+            "granularity",
+            "reshard_after_forward",
+            "unused",
+            "in_flight",
+            "gather_codec",
+            "reduce_codec",
+        )
 
     def budget_for(self, module: nn.Module) -> Budget | None:
         """Return the budget with what is known of the model's step, or None.
@@ -351,6 +354,22 @@ def refuse_others(strategy: str, others: Mapping[str, Any]) -> None:
         )
     if others:
         raise TypeError(f"{strategy} got an unexpected keyword argument {next(iter(others))!r}")
+
+
+def timeout_of(value: Any) -> timedelta | None:
+    """Parse a timeout. A number counts seconds.
+
+    Raises:
+        ValueError: it is not a time, or not positive.
+    """
+    if value is None or (isinstance(value, timedelta) and value > timedelta(0)):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
+        return timedelta(seconds=value)
+    raise ValueError(
+        f"VeScaleFSDPStrategy(timeout={value!r}) does not work; accepted are a number of seconds, "
+        "a timedelta (in yaml 0:30:00), both above 0, or None for the process group's own"
+    )
 
 
 def elastic_options(value: Elasticity) -> ElasticOptions | None:

@@ -1,15 +1,7 @@
 """Paths of checkpoints, on a local file system or on any that fsspec supports.
 
-A checkpoint that is saved again under its name (``last.ckpt``) is never overwritten. The new one is
-written beside it, and then both are renamed::
-
-    last.ckpt.new     written completely
-    last.ckpt         -> last.ckpt.old
-    last.ckpt.new     -> last.ckpt
-    last.ckpt.old     deleted
-
-If the process is killed at any point, there is a complete checkpoint under one of the names.
-`found` returns it, and `mend` restores the names before the next save.
+`vescale_fsdp.checkpoint.Place` replaces a checkpoint of the same name. Here it is on any file
+system, to which a local checkpoint is copied when it is complete.
 """
 
 from __future__ import annotations
@@ -26,100 +18,36 @@ from typing import Any
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
+from vescale_fsdp import checkpoint
 from vescale_fsdp.ranks import everyone
+from vescale_fsdp.spi import SEALS, LocalFiles
 
 __all__ = ["Place", "agree", "from_first"]
 
 _WHAT = "the save or load of a checkpoint"
 
-# A complete directory has one of these: our manifest, or the metadata of torch's format. They are
-# written last.
-_SEALS = ("manifest.json", ".metadata")
 # A directory has this file during a copy to another file system. It is written first, deleted last.
 _UNDER_WAY = "upload-under-way"
 
 
-class Place:
-    """A path, and the file system that it is on."""
+class Place(checkpoint.Place):
+    """A path on any file system: ``s3://bucket/last.ckpt``."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.fs, found = url_to_fs(os.fspath(path))
-        self.path: str = found.rstrip("/") or found
-        self.is_local = type(self.fs) is LocalFileSystem  # subclasses may translate paths
-
-    def beside(self, end: str) -> Place:
-        """Return the path with ``end`` added to its name."""
-        other = object.__new__(Place)
-        other.fs, other.path, other.is_local = self.fs, self.path + end, self.is_local
-        return other
+    def __init__(self, path: str | os.PathLike[str], fs: Any = None) -> None:
+        if fs is None:
+            fs, path = url_to_fs(os.fspath(path))
+        text = os.fspath(path)
+        self.is_local = type(fs) in (LocalFileSystem, LocalFiles)  # subclasses may translate paths
+        super().__init__(text.rstrip("/") or text, LocalFiles() if self.is_local else fs)
 
     def __str__(self) -> str:
         return self.path if self.is_local else str(self.fs.unstrip_protocol(self.path))
 
-    @property
-    def exists(self) -> bool:
-        return bool(self.fs.exists(self.path))
-
-    @property
-    def is_file(self) -> bool:
-        return bool(self.fs.isfile(self.path))
-
-    def has(self, name: str) -> bool:
-        """Whether the directory has a file with this name."""
-        return bool(self.fs.isfile(posixpath.join(self.path, name)))
-
-    @property
-    def is_whole(self) -> bool:
-        return self.is_file or any(self.has(name) for name in _SEALS)
-
-    @property
-    def is_left_over(self) -> bool:
-        """Whether it is an incomplete checkpoint from an interrupted copy."""
-        return not self.is_whole and self.has(_UNDER_WAY)
-
-    def remove(self) -> None:
-        """Delete the file or the directory, if there is one."""
-        if self.exists:
-            self.fs.rm(self.path, recursive=True)
-
-    def move_to(self, other: Place) -> None:
-        """Rename it. Nothing may exist at the new name."""
-        if self.is_local:
-            os.rename(self.path, other.path)
-        else:
-            self.fs.mv(self.path, other.path, recursive=not self.is_file)
-
-    # Replacing a checkpoint of the same name
-
-    def found(self) -> Place:
-        """Return the complete checkpoint of this name: here, or where a killed save has left it."""
-        for place in (self, self.beside(".new"), self.beside(".old")):
-            if place.is_whole:
-                return place
-        return self
-
     def mend(self) -> None:
-        """Restore the names after a save that was killed. Call it in one process only."""
-        new, old = self.beside(".new"), self.beside(".old")
-        if self.is_left_over:
+        """Restore the names, and delete what an interrupted copy has left. In one process only."""
+        if not self.is_whole and self.has(_UNDER_WAY):
             self.remove()
-        if not self.exists:
-            whole = self.found()
-            if whole.path != self.path and whole.is_whole:
-                whole.move_to(self)
-        for left in (new, old):
-            left.remove()
-
-    def replace_by(self, new: Place) -> None:
-        """Rename ``new``, which is complete, to this name. Call it in one process only."""
-        old = self.beside(".old")
-        if self.is_local and new.is_file and (self.is_file or not self.exists):
-            os.replace(new.path, self.path)
-            return
-        if self.exists:
-            self.move_to(old)
-        new.move_to(self)
-        old.remove()
+        super().mend()
 
 
 def from_first(what: Callable[[], Any]) -> Any:
@@ -152,7 +80,7 @@ def upload(source: Path, target: Place) -> None:
         from_first(lambda: _put(source, target))
         return
     ranks = everyone()
-    files = sorted(path for path in source.iterdir() if path.name not in _SEALS)
+    files = sorted(path for path in source.iterdir() if path.name not in SEALS)
 
     def put_mine() -> None:
         for path in files[ranks.rank :: ranks.size]:
@@ -165,7 +93,7 @@ def upload(source: Path, target: Place) -> None:
 
     from_first(begin)
     agree(put_mine)
-    seals = [path for path in source.iterdir() if path.name in _SEALS]
+    seals = [path for path in source.iterdir() if path.name in SEALS]
 
     def put_seals() -> None:
         for path in seals:

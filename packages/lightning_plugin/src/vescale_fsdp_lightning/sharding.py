@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule as AnyFSDPModule
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import (
@@ -29,14 +28,14 @@ from vescale_fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
     late_modules,
+    materialize,
+    refuse_other_engines,
     register_fsdp_forward_method,
     tuning_of,
 )
-from vescale_fsdp.backends import backend_name
 from vescale_fsdp.checkpoint import full, init_process_group
-from vescale_fsdp.checkpoint.saving import check_reduced
-from vescale_fsdp.errors import renamed
 from vescale_fsdp.optim import offload_, split_named_params
+from vescale_fsdp.spi import backend_name, check_reduced
 from vescale_fsdp_lightning.checkpoints import Checkpoints
 from vescale_fsdp_lightning.experts import expert_data, expert_modules, make_expert_mesh
 from vescale_fsdp_lightning.options import (
@@ -50,9 +49,9 @@ from vescale_fsdp_lightning.options import (
     data_mesh,
     elastic_options,
     refuse_others,
+    timeout_of,
 )
 from vescale_fsdp_lightning.precision import policy_for
-from vescale_fsdp_lightning.words import timeout_of
 
 __all__ = [
     "MakeOptimizer",
@@ -127,7 +126,6 @@ class Sharding:
             ``torchrun --nnodes 1:4 --max-restarts N``: an ``ElasticOptions``, or a mapping of its
             arguments. See the guide to elastic training.
         process_group_backend, timeout: of ``torch.distributed``; a number counts seconds.
-        gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Raises:
         ValueError: a value that is none of the accepted ones, which the message has.
@@ -178,12 +176,9 @@ class Sharding:
         elastic: Elasticity = None,
         process_group_backend: str | None = None,
         timeout: timedelta | float | None = DEFAULT_TIMEOUT,
-        gather: Gather = None,
-        reduce: Reduce = None,
         **others: Never,
     ) -> None:
-        name = type(self).__name__
-        refuse_others(name, others)
+        refuse_others(type(self).__name__, others)
         self.options = Options(
             wrap=wrap,
             granularity=granularity,
@@ -199,8 +194,8 @@ class Sharding:
             unused=unused,
             in_flight=in_flight,
             broadcast_buffers=broadcast_buffers,
-            gather_codec=renamed(name, "gather", gather, "gather_codec", gather_codec),
-            reduce_codec=renamed(name, "reduce", reduce, "reduce_codec", reduce_codec),
+            gather_codec=gather_codec,
+            reduce_codec=reduce_codec,
             state_dict_type=state_dict_type,
             async_save=async_save,
             save_rng=save_rng,
@@ -376,7 +371,7 @@ class Sharding:
             methods: names of the module's methods that count as forward.
             roots: the user calls submodules separately, with backwards in between.
         """
-        refuse_other_engines(module)
+        refuse_other_engines(module, "or leave it to the strategy")
         if self.options.budget is None:
             self._shard_units(module, precision, roots=roots)
         else:
@@ -529,66 +524,6 @@ def _is_offloaded(module: nn.Module) -> bool:
     """Whether a budget has chosen to keep shards in host memory."""
     tuning = tuning_of(module)
     return tuning is not None and tuning.chosen.candidate.offload
-
-
-def refuse_other_engines(module: nn.Module) -> None:
-    """Raise if torch's own ``fully_shard`` or FSDP has sharded a part of the model.
-
-    Raises:
-        TypeError: names the module.
-    """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    for name, child in module.named_modules():
-        is_fsdp2 = isinstance(child, AnyFSDPModule) and not isinstance(child, FSDPModule)
-        if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
-            raise TypeError(
-                f"{name or type(module).__name__} has been sharded by torch.distributed.fsdp; "
-                'with strategy="vescale_fsdp" use vescale_fsdp.fully_shard, which takes the same '
-                "arguments, or leave it to the strategy"
-            )
-
-
-def materialize(module: nn.Module, device: torch.device) -> None:
-    """Allocate and initialize the tensors that are on the meta device.
-
-    Values come from ``reset_parameters()``, or from the model's ``_init_weights(module)``, which
-    models of ``transformers`` have. Other tensors do not change. Each process fills its own shards
-    with the values that the full parameters would get.
-    """
-    lacking = [
-        each
-        for each in module.modules()
-        if any(
-            t.is_meta
-            for t in (*each._parameters.values(), *each._buffers.values())
-            if t is not None
-        )
-    ]
-    if not lacking:
-        return
-
-    def fill(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
-
-    module._apply(fill)
-    owners = [each for each in module.modules() if callable(getattr(each, "_init_weights", None))]
-    left: set[str] = set()
-    for each in lacking:
-        reset = getattr(each, "reset_parameters", None)
-        if callable(reset):
-            reset()
-        elif owners:
-            owners[-1]._init_weights(each)  # type: ignore[operator]
-        else:
-            left.add(type(each).__name__)
-    if left:
-        warnings.warn(
-            f"{', '.join(sorted(left))} were made on the meta device and have no "
-            "reset_parameters(): their parameters and buffers have no values yet; load a "
-            "checkpoint, or initialize them in configure_model",
-            stacklevel=2,
-        )
 
 
 @contextmanager

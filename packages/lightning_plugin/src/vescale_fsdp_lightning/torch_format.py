@@ -28,9 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, CheckpointValueError
 from vescale_fsdp.checkpoint import UnreadTensor, full
-from vescale_fsdp.checkpoint.dcp_directory import MetadataUnpickler
-from vescale_fsdp.checkpoint.files import open_regular, size_of
-from vescale_fsdp.checkpoint.unread import read_all
+from vescale_fsdp.spi import MetadataUnpickler, open_regular, read_all, size_of
 from vescale_fsdp_lightning.places import Place, from_first
 
 __all__ = ["METADATA", "Directory", "read_file", "save"]

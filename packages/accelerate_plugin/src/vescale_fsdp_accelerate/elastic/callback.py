@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import TrainerCallback
 
 from vescale_fsdp_elastic import ElasticOptions, Run
-
-if TYPE_CHECKING:
-    from vescale_fsdp_accelerate.elastic.loop import Loop
 
 __all__ = ["ElasticCallback"]
 
@@ -45,7 +42,7 @@ class ElasticCallback(TrainerCallback):
             {"directory": directory, "global_batch": global_batch, **options}
         )
         self.run: Run | None = None
-        self.loop: Loop | None = None
+        self.loop: Any = None
 
     def repeat(self, trainer: Any, train: Callable[[], Any]) -> Any:
         """Run the loop of a Trainer that we shard for, which calls this, until it is done."""

@@ -15,7 +15,8 @@ A checkpoint is a directory::
 
 The files, from the bottom up:
 
-* the data on disk: `manifest`, `files`, and `seal`, which publishes, finds and prunes checkpoints
+* the data on disk: `manifest`, `files`, `seal`, which publishes, finds and prunes checkpoints, and
+  `replacing`, for programs that save under one name again
 * the state of models and optimizers: `encoding` (tensors as bytes, values as JSON), `optimizer`,
   together in `contents`; `targets` are the places to load into; `full` makes whole tensors in one
   process
@@ -34,6 +35,7 @@ from vescale_fsdp.checkpoint.convert import convert
 from vescale_fsdp.checkpoint.dcp import export_dcp, import_dcp
 from vescale_fsdp.checkpoint.loading import load
 from vescale_fsdp.checkpoint.manifest import Manifest
+from vescale_fsdp.checkpoint.replacing import Place
 from vescale_fsdp.checkpoint.safetensors import LoadedNames, load_safetensors, save_safetensors
 from vescale_fsdp.checkpoint.saving import SaveHandle, save
 from vescale_fsdp.checkpoint.seal import latest, verify
@@ -45,6 +47,7 @@ from vescale_fsdp.ranks import init_process_group
 __all__ = [
     "LoadedNames",
     "Manifest",
+    "Place",
     "SaveHandle",
     "StopOnSignal",
     "UnreadTensor",

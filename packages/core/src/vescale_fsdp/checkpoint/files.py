@@ -172,9 +172,9 @@ def write_file(path: Path, data: bytes) -> None:
         writer.finish()
 
 
-def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk, if the file system supports it."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to disk, if the file system supports it."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -40,7 +40,7 @@ from vescale_fsdp.checkpoint import manifest, seal
 from vescale_fsdp.checkpoint.files import (
     DataReader,
     bytes_of,
-    flush_folder,
+    flush,
     open_regular,
     size_of,
     write_errors,
@@ -137,7 +137,7 @@ class Stage:
         if data is not None:
             write_file(self.path / manifest.NAME, data)
         with write_errors(self.target):
-            flush_folder(self.path)
+            flush(self.path)
             try:
                 os.rename(self.path, self.target)
             except OSError as error:
@@ -147,7 +147,7 @@ class Stage:
                         "changed. Give each job its own folder"
                     ) from error
                 raise
-            flush_folder(self.target.parent)
+            flush(self.target.parent)
         self._release()
 
     def merge(self, names: Sequence[str]) -> None:
@@ -160,12 +160,12 @@ class Stage:
             )
         moved: list[str] = []
         with write_errors(self.target):
-            flush_folder(self.path)
+            flush(self.path)
             try:
                 for name in names:
                     (self.path / name).rename(self.target / name)
                     moved.append(name)
-                flush_folder(self.target)
+                flush(self.target)
             except OSError:
                 for name in reversed(moved):
                     (self.target / name).rename(self.path / name)

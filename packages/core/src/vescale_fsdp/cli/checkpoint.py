@@ -141,10 +141,10 @@ def show(directory: _Dir, as_json: _Json = False, everything: _All = False) -> i
     there is none.
     """
     _check_exists(directory)
-    from vescale_fsdp.checkpoint.seal import read_manifest
     from vescale_fsdp.cli import checkpoint_contents as contents
     from vescale_fsdp.cli.checkpoint_contents import find
     from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
+    from vescale_fsdp.spi import read_manifest
 
     found = find(directory)
     manifests: contents.Manifests = []

@@ -15,12 +15,17 @@ from typing import Any
 
 from rich.console import Console
 
-from vescale_fsdp.checkpoint import seal
-from vescale_fsdp.checkpoint.contents import PER_RANK
-from vescale_fsdp.checkpoint.deepspeed import folder_of
-from vescale_fsdp.checkpoint.manifest import NAME, Manifest, TensorEntry, Variant
-from vescale_fsdp.checkpoint.seal import sealed
 from vescale_fsdp.cli.text import InputError, binary, count, line, several, table
+from vescale_fsdp.spi import (
+    MANIFEST,
+    PER_RANK,
+    Manifest,
+    TensorEntry,
+    Variant,
+    folder_of,
+    is_stage,
+    sealed,
+)
 
 # With the manifest, or what is wrong with it.
 Manifests = list[tuple[Path, Manifest | str]]
@@ -53,7 +58,7 @@ def find(directory: Path) -> Found:
             f"it with: vescale-fsdp checkpoint convert {directory} TARGET --to vescale"
         )
     folders = [child for child in children if child.is_dir()]
-    unfinished = [child for child in folders if seal.is_stage(child)]
+    unfinished = [child for child in folders if is_stage(child)]
     order = {path: found.sequence for path, found in sealed(directory)}
     checkpoints = sorted(
         (
@@ -96,7 +101,7 @@ def _children(directory: Path, *, can_fail: bool = False) -> list[Path]:
 def _is_ours(directory: Path, children: list[Path]) -> bool:
     """Whether it is a checkpoint of ours. True also without a manifest, and for a stage."""
     names = {child.name for child in children}
-    return NAME in names or any(map(_DATA.fullmatch, names)) or seal.is_stage(directory)
+    return MANIFEST in names or any(map(_DATA.fullmatch, names)) or is_stage(directory)
 
 
 def _foreign(directory: Path, children: list[Path]) -> str:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vescale_fsdp.cli.checkup import Section, look
-from vescale_fsdp.cli.checkup.devices import LIMIT_S, LOOK_CHANGES, Outcome
 from vescale_fsdp.cli.text import console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-_SCHEMA_VERSION = 1
+_SCHEMA_VERSION = 2
 
 _Json = Annotated[bool, typer.Option("--json", help="Print all of it as JSON.")]
 _NoSelfTest = Annotated[bool, typer.Option("--no-self-test", help="Only look.")]
@@ -29,8 +26,8 @@ _NoSelfTest = Annotated[bool, typer.Option("--no-self-test", help="Only look.")]
 def doctor(as_json: _Json = False, no_self_test: _NoSelfTest = False) -> int:
     """Show what this machine has, test it, and say what to change.
 
-    The test starts two processes that talk to each other, train and save for some seconds. The
-    exit code is 0 if all of it works, and 1 if something does not.
+    The test starts two processes that talk to each other and train for some seconds. The exit code
+    is 0 if all of it works, and 1 if something does not.
     """
     what = "looking" if no_self_test else "testing with two processes"
     with console(stderr=True).status(what) if sys.stderr.isatty() else nullcontext():
@@ -45,26 +42,35 @@ def doctor(as_json: _Json = False, no_self_test: _NoSelfTest = False) -> int:
 
 def _examine(with_test: bool) -> list[Section]:
     # Imported here, so that --help is fast.
-    from vescale_fsdp.cli.checkup.devices import ask_torch, look_at_devices
-    from vescale_fsdp.cli.checkup.host import look_at_host, usable_cpus
-    from vescale_fsdp.cli.checkup.software import look_at_environment, look_at_software
+    from vescale_fsdp.cli.checkup import devices, software
 
-    environ = dict(os.environ)
-    # Before the self test, which loads the machine.
-    machine = look("machine", look_at_host)
-    outcome, loopback = ask_torch(), ""
-    if with_test:
-        loopback = self_test(outcome)
+    torch = devices.ask_torch()
     sections = [
-        look("software", look_at_software),
-        look("devices", lambda section: look_at_devices(section, outcome)),
-        machine,
-        look("environment", lambda section: look_at_environment(section, environ, usable_cpus())),
+        look("software", software.look_at_software),
+        look("devices", lambda section: devices.look_at_devices(section, torch)),
+        look("machine", devices.look_at_machine),
+        look(
+            "environment",
+            lambda section: software.look_at_environment(
+                section, dict(os.environ), devices.usable_cpus()
+            ),
+        ),
     ]
-    if with_test:
-        test = look("self-test", lambda it: look_at_self_test(it, outcome, loopback))
-        sections.append(test)
+    if with_test and not isinstance(torch, str):
+        sections.append(look("self-test", lambda section: _test(section, devices.LIMIT_S)))
     return sections
+
+
+def _test(section: Section, limit_s: float) -> None:
+    try:
+        from vescale_fsdp.cli.checkup.steps import look_at_self_test
+    except Exception as error:  # noqa: BLE001  # any error is a finding
+        section.broken(
+            f"import vescale_fsdp: {type(error).__name__}: {error}",
+            "pip install --force-reinstall --no-deps vescale-fsdp",
+        )
+        return
+    look_at_self_test(section, limit_s)
 
 
 def _as_json(sections: Sequence[Section], works: bool) -> dict[str, Any]:
@@ -121,92 +127,3 @@ def _show_findings(sections: Sequence[Section], console: Console) -> None:
     if num_better:
         end += f"; {num_better} thing{'s' if num_better > 1 else ''} could be better"
     console.print(Text(f"{end}.", "bold" if not num_broken else "bold red"))
-
-
-_LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
-_SLOW_MB_PER_S = 100.0  # two idle cores reach ten times that over the loopback
-
-# The steps to show, and what each one proves.
-_SHOWN = {
-    "import vescale_fsdp": "done",
-    "connect": "done",
-    "all-gather": "right numbers",
-    "all-to-all": "right numbers",
-    "bandwidth": "",
-    "training step": "same weights as one process",
-    "checkpoint": "written and read (DCP)",
-}
-_REPORT = (
-    "fix the other findings first; if that does not help, report it with the output of: "
-    "vescale-fsdp doctor --json"
-)
-_CHANGES = {
-    "import vescale_fsdp": "pip install --force-reinstall --no-deps vescale-fsdp",
-    "connect": "name the network interface: export GLOO_SOCKET_IFNAME=..., see: ip address",
-    "checkpoint": "check that the temporary folder is writable; TMPDIR=... names another",
-}
-
-
-def self_test(outcome: Outcome, limit_s: float = LIMIT_S) -> str:
-    """Run all steps on two ranks if torch works, and add the results to ``outcome``.
-
-    Returns:
-        The name of the loopback interface if the ranks could connect only over it, else "".
-    """
-    if outcome.failed is not None:
-        return ""
-    begin, step = time.monotonic(), "import vescale_fsdp"
-    try:
-        from vescale_fsdp.cli.checkup.steps import run_steps
-    except Exception as error:  # noqa: BLE001  # any error is a finding
-        outcome.failed, outcome.error = step, " ".join(f"{type(error).__name__}: {error}".split())
-        return ""
-    outcome.total_s = round(time.monotonic() - begin, 3)
-    outcome.values[step], outcome.seconds[step] = None, outcome.total_s
-    loopback = [name for _, name in socket.if_nameindex() if name in _LOOPBACK_NAMES]
-    is_told = os.environ.get("GLOO_SOCKET_IFNAME") in loopback  # a second try says nothing then
-    return loopback[0] if run_steps(outcome, limit_s) and loopback and not is_told else ""
-
-
-def look_at_self_test(section: Section, outcome: Outcome, loopback: str = "") -> None:
-    """Add the result of each step, and findings if one failed or was slow."""
-    if outcome.failed in LOOK_CHANGES:  # the section on devices reports it
-        section.add("result", "not tried", {"ok": None})
-        return
-    for step, done in _SHOWN.items():
-        if step not in outcome.values:
-            failed = step == outcome.failed
-            section.add(
-                step, "FAILED" if failed else "not tried", {"ok": False if failed else None}
-            )
-            continue
-        seconds = outcome.seconds[step]
-        if step == "bandwidth":
-            _look_at_bandwidth(section, outcome.values[step], seconds)
-        else:
-            section.add(step, f"{done}, {seconds:.2f} s", {"ok": True, "seconds": seconds})
-    section.add("total", f"{outcome.total_s:.1f} s", {"seconds": round(outcome.total_s, 2)})
-    if loopback:
-        section.broken(
-            "two processes on this machine find each other only over the loopback",
-            f"export GLOO_SOCKET_IFNAME={loopback}; for several machines, the one they share",
-        )
-    if outcome.failed is not None:
-        section.broken(f"{outcome.failed}: {outcome.error}", _CHANGES.get(outcome.failed, _REPORT))
-
-
-def _look_at_bandwidth(section: Section, speeds: Mapping[str, Any], seconds: float) -> None:
-    gather, exchange = speeds["all_gather_mb_per_s"], speeds["all_to_all_mb_per_s"]
-    value: dict[str, Any] = {"ok": True, "seconds": seconds, **speeds}
-    section.add(
-        "bandwidth",
-        f"all-gather {gather:,.0f} MB/s, all-to-all {exchange:,.0f} MB/s: what a rank "
-        f"receives while it sends as much, {speeds['message_bytes'] >> 20} MiB a message",
-        value,
-    )
-    slowest = min(gather, exchange)
-    if slowest < _SLOW_MB_PER_S:
-        section.better(
-            f"processes exchange only {slowest:,.0f} MB/s within this machine",
-            "end other jobs, or give the ranks CPUs of their own (taskset, docker run --cpus)",
-        )

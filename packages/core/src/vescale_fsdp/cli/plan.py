@@ -24,7 +24,7 @@ from vescale_fsdp.costs import Code, Codes, OptimizerName
 if TYPE_CHECKING:
     from vescale_fsdp.cli.report import Report
 
-_Model = Annotated[
+Model = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
@@ -33,11 +33,11 @@ _Model = Annotated[
         "transformers, such as llama; or module:function that returns a torch.nn.Module.",
     ),
 ]
-_Ranks = Annotated[int, typer.Option(show_default=False, help="Number of ranks.")]
+Ranks = Annotated[int, typer.Option(show_default=False, help="Number of ranks.")]
 _Replicas = Annotated[
     int, typer.Option(help="HSDP: shard over ranks / replicas, and copy that many times.")
 ]
-_Granularity = Annotated[
+Granularity = Annotated[
     list[str] | None,
     typer.Option(
         metavar="[PATTERN=]SPEC",
@@ -52,7 +52,7 @@ _Order = Annotated[
     Literal["auto", "definition"],
     typer.Option(help="Order of tensors in a buffer: the planner's choice, or as defined."),
 ]
-_ShardDtype = Annotated[
+ShardDtype = Annotated[
     str | None,
     typer.Option(
         "--param-dtype",
@@ -62,10 +62,10 @@ _ShardDtype = Annotated[
         "builds.",
     ),
 ]
-_ComputeDtype = Annotated[
+ComputeDtype = Annotated[
     str, typer.Option(metavar="DTYPE", help="Dtype of unsharded parameters and local gradients.")
 ]
-_ReduceDtype = Annotated[
+ReduceDtype = Annotated[
     str, typer.Option(metavar="DTYPE", help="Dtype in which gradients are summed over ranks.")
 ]
 _GatherCodec = Annotated[
@@ -86,8 +86,7 @@ _ReduceCodec = Annotated[
         "256.",
     ),
 ]
-_Former = Annotated[str | None, typer.Option(hidden=True)]  # name of another option, until 1.0
-_Optimizer = Annotated[
+Optimizer = Annotated[
     OptimizerName,
     typer.Option(help="Optimizer whose states are counted (sgd: with momentum)."),
 ]
@@ -115,7 +114,7 @@ _Batch = Annotated[
         "without values. For models whose forward takes input_ids.",
     ),
 ]
-_Inputs = Annotated[
+Inputs = Annotated[
     str | None,
     typer.Option(
         metavar="MODULE:FUNCTION",
@@ -139,7 +138,7 @@ _Elastic = Annotated[
         help="Count the host memory of elastic.training with so many replicas.",
     ),
 ]
-_Json = Annotated[
+Json = Annotated[
     str | None,
     typer.Option(
         "--json", metavar="FILE", show_default=False, help="Write all figures as JSON; - is stdout."
@@ -162,27 +161,25 @@ _GATHERED, _REDUCED = ("int8", "e4m3"), ("int8",)  # codes
 
 
 def plan(
-    model: _Model,
-    ranks: _Ranks,
+    model: Model,
+    ranks: Ranks,
     replicas: _Replicas = 1,
-    granularity: _Granularity = None,
+    granularity: Granularity = None,
     order: _Order = "auto",
-    shard_dtype: _ShardDtype = None,
-    compute_dtype: _ComputeDtype = "bf16",
-    reduce_dtype: _ReduceDtype = "fp32",
+    shard_dtype: ShardDtype = None,
+    compute_dtype: ComputeDtype = "bf16",
+    reduce_dtype: ReduceDtype = "fp32",
     gather_codec: _GatherCodec = None,
     reduce_codec: _ReduceCodec = None,
-    gather: _Former = None,
-    reduce: _Former = None,
-    optimizer: _Optimizer = "adamw",
+    optimizer: Optimizer = "adamw",
     reshard: _Reshard = None,
     backend: _Backend = "nccl",
     bandwidth: _Bandwidth = "400Gbit",
     batch: _Batch = None,
-    inputs: _Inputs = None,
+    inputs: Inputs = None,
     activations: _Activations = "keep",
     elastic: _Elastic = None,
-    json_file: _Json = None,
+    json_file: Json = None,
     html: _Html = None,
     svg: _Svg = None,
 ) -> None:
@@ -195,8 +192,6 @@ def plan(
     vescale-fsdp plan gpt_oss --ranks 1024 --granularity '*.experts.*=rows:128'
     vescale-fsdp plan llama --ranks 64 --batch 8x1024 --activations recompute
     """
-    gather_codec = _renamed("--gather", gather, "--gather-codec", gather_codec)
-    reduce_codec = _renamed("--reduce", reduce, "--reduce-codec", reduce_codec)
     settings = Settings(
         num_ranks=ranks,
         num_replicas=replicas,
@@ -231,20 +226,6 @@ def plan(
     _write(report, files)
     if "-" not in files.values():
         print_report(report, console())
-
-
-def _renamed(old_name: str, old: str | None, new_name: str, new: str | None) -> str | None:
-    """Return the value of an option that also has a former name."""
-    if old is None:
-        return new
-    if new is not None:
-        raise InputError(f"{old_name} is the former name of {new_name}; leave it out")
-    print(
-        f"vescale-fsdp: warning: {old_name} is now called {new_name}; the former name works until "
-        "version 1.0",
-        file=sys.stderr,
-    )
-    return old
 
 
 def _code(text: str | None, option: str, dtypes: tuple[str, ...]) -> Code | None:
@@ -283,13 +264,16 @@ def _write(report: Report, files: Mapping[str, str | None]) -> None:
         "--svg": picture.svg,
     }
     for option, file in files.items():
-        if file is None:
-            continue
-        text = makers[option](as_json(report))
-        if file == "-":
-            sys.stdout.write(text)
-            continue
-        try:
-            Path(file).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"cannot write {file}: {error.strerror}") from error
+        if file is not None:
+            write(option, file, makers[option](as_json(report)))
+
+
+def write(option: str, file: str, text: str) -> None:
+    """Write an output to its file; ``-`` is stdout."""
+    if file == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write {file} ({option}): {error.strerror}") from error

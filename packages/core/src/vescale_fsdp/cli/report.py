@@ -252,8 +252,6 @@ def as_json(report: Report) -> dict[str, Any]:
             "reduce_dtype": settings.reduce_dtype.name,
             "gather_codec": gather,
             "reduce_codec": reduce,
-            "gather": gather,  # the former names of the two
-            "reduce": reduce,
             "optimizer": settings.optimizer,
             "reshard_after_forward": settings.reshard,
             "backend": settings.backend,

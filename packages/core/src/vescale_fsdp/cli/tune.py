@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from vescale_fsdp.cli.plan import (
+    ComputeDtype,
+    Granularity,
+    Inputs,
+    Json,
+    Model,
+    Optimizer,
+    Ranks,
+    ReduceDtype,
+    ShardDtype,
+    write,
+)
 from vescale_fsdp.cli.settings import (
     BlockRules,
     Settings,
@@ -17,18 +27,7 @@ from vescale_fsdp.cli.settings import (
     parse_dtype,
 )
 from vescale_fsdp.cli.text import InputError, console
-from vescale_fsdp.costs import OptimizerName
 
-_Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        show_default=False,
-        help="As for plan: a shapes file, a config.json of transformers, an architecture of it, or "
-        "module:function.",
-    ),
-]
-_Ranks = Annotated[int, typer.Option(show_default=False, help="Number of ranks.")]
 _Budget = Annotated[
     str,
     typer.Option(
@@ -59,14 +58,6 @@ _Batch = Annotated[
         help="Of one rank in one micro-batch: 8x1024.",
     ),
 ]
-_Inputs = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODULE:FUNCTION",
-        show_default=False,
-        help="A function that returns the arguments of forward, for models without input_ids.",
-    ),
-]
 _MicroBatches = Annotated[int, typer.Option(help="Forwards and backwards of a step.")]
 _Experts = Annotated[
     str | None,
@@ -91,22 +82,6 @@ _Allow = Annotated[
         "8 bits), offload (to the host's memory), or int8,offload.",
     ),
 ]
-_Granularity = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="[PATTERN=]SPEC", show_default=False, help="Blocks that are not split, as for plan."
-    ),
-]
-_ShardDtype = Annotated[
-    str | None,
-    typer.Option("--param-dtype", metavar="DTYPE", show_default=False, help="Dtype of the shards."),
-]
-_ComputeDtype = Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of compute.")]
-_ReduceDtype = Annotated[str, typer.Option(metavar="DTYPE", help="Dtype of sums of gradients.")]
-_Optimizer = Annotated[
-    OptimizerName,
-    typer.Option(help="Optimizer whose states are counted."),
-]
 _Out = Annotated[
     str | None,
     typer.Option(
@@ -115,20 +90,14 @@ _Out = Annotated[
         help="Write the choice, for fully_shard(model, budget=FILE).",
     ),
 ]
-_Json = Annotated[
-    str | None,
-    typer.Option(
-        "--json", metavar="FILE", show_default=False, help="Write all figures as JSON; - is stdout."
-    ),
-]
 
 
 def tune(
-    model: _Model,
-    ranks: _Ranks,
+    model: Model,
+    ranks: Ranks,
     budget: _Budget = "auto",
     batch: _Batch = None,
-    inputs: _Inputs = None,
+    inputs: Inputs = None,
     micro_batches: _MicroBatches = 1,
     gpu: _Gpu = "h100",
     ranks_per_node: _PerNode = None,
@@ -136,13 +105,13 @@ def tune(
     experts: _Experts = None,
     measure: _Measure = False,
     allow: _Allow = None,
-    granularity: _Granularity = None,
-    shard_dtype: _ShardDtype = None,
-    compute_dtype: _ComputeDtype = "bf16",
-    reduce_dtype: _ReduceDtype = "fp32",
-    optimizer: _Optimizer = "adamw",
+    granularity: Granularity = None,
+    shard_dtype: ShardDtype = None,
+    compute_dtype: ComputeDtype = "bf16",
+    reduce_dtype: ReduceDtype = "fp32",
+    optimizer: Optimizer = "adamw",
     out: _Out = None,
-    json_file: _Json = None,
+    json_file: Json = None,
 ) -> None:
     """Find the fastest settings that fit the memory, and say why others lose.
 
@@ -182,8 +151,8 @@ def tune(
     from vescale_fsdp.cli.sources import load
     from vescale_fsdp.cli.tune_report import as_json, print_tuning
     from vescale_fsdp.cli.tuning import Work, problem_of
+    from vescale_fsdp.costs import choice_text
     from vescale_fsdp.costs import tune as search
-    from vescale_fsdp.costs.choice_file import choice_text
 
     loaded = load(model, dtype)
     if out is not None and loaded.module is None:
@@ -195,20 +164,9 @@ def tune(
     problem, source = problem_of(loaded, work, machine, budget_bytes, micro_batches, allowed, rules)
     tuning = search(problem)
     if json_file is not None:
-        _write(json_file, "--json", json.dumps(as_json(problem, tuning, source), indent=1) + "\n")
+        write("--json", json_file, json.dumps(as_json(problem, tuning, source), indent=1) + "\n")
     if out is not None:
         note = f"Written by vescale-fsdp tune; times of blocks: {source}"
-        _write(out, "--out", choice_text(problem, tuning, note))
+        write("--out", out, choice_text(problem, tuning, note))
     if json_file != "-" and out != "-":
         print_tuning(problem, tuning, source, console())
-
-
-def _write(file: str, option: str, text: str) -> None:
-    """Write an output to its file; ``-`` is stdout."""
-    if file == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(file).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write {file} ({option}): {error.strerror}") from error

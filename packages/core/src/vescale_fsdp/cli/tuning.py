@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vescale_fsdp.cli.settings import BlockRules, Settings
 from vescale_fsdp.cli.text import InputError
 from vescale_fsdp.costs import (
+    HARDWARE,
     Activations,
     Amount,
     BlockTimes,
@@ -28,8 +29,8 @@ from vescale_fsdp.costs import (
     Problem,
     Tensor,
     Unit,
+    published,
 )
-from vescale_fsdp.costs.hardware import HARDWARE, published
 
 if TYPE_CHECKING:
     from torch import nn

@@ -95,7 +95,6 @@ from vescale_fsdp.compat.versions import (
     store_wait,
     symmetric_pool,
     takes_functional_gradient,
-    wish_of_backward,
     without_torch_function,
 )
 
@@ -128,5 +127,5 @@ __all__ = [
     "set_fsdp2_state", "set_versions", "spmd_types_of", "storage_info", "storages_of",
     "store_wait", "support_foreach", "symmetric_pool", "take_spmd_type",
     "takes_functional_gradient", "unregister", "unregister_recompute",
-    "wish_of_backward", "without_step_hooks", "without_torch_function", "write_all_boxes",
+    "without_step_hooks", "without_torch_function", "write_all_boxes",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -103,18 +103,6 @@ def takes_functional_gradient() -> bool:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the current backward has run all of its nodes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def wish_of_backward(node: Any) -> Literal["leaf", "nothing", "value"]:
-    """What the current backward does with the gradient of the leaf to which ``node`` belongs.
-
-    "leaf": it accumulates the gradient in the leaf. "value": it returns the gradient to the caller
-    of ``torch.autograd.grad``. "nothing": it does not compute it.
-    """
-    try:
-        return "leaf" if _C._will_engine_execute_node(node) else "nothing"
-    except RuntimeError:  # torch raises this for a leaf whose gradient is returned
-        return "value"
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -23,9 +23,15 @@ from functools import cached_property
 
 from vescale_fsdp.costs.model import Dtype, Group, Model, Tensor, Unit
 from vescale_fsdp.costs.settings import AS_THEY_ARE, Codes
-from vescale_fsdp.planner import Advice, ShardLayout, advise, lay_out
-from vescale_fsdp.planner.api import PADDING_LIMIT, is_forced
-from vescale_fsdp.planner.layout import TensorSpec
+from vescale_fsdp.planner import (
+    PADDING_LIMIT,
+    Advice,
+    ShardLayout,
+    TensorSpec,
+    advise,
+    is_forced,
+    lay_out,
+)
 
 ALIGNMENT_BYTES = 16  # of tensors, in the narrowest dtype that is sent; the same in the engine
 

@@ -15,7 +15,7 @@ from vescale_fsdp.costs.words import bucket, described, duration, gib
 _MOST_ROWS = 14
 
 
-def report(problem: Problem, tuning: Tuning) -> str:
+def report_of(problem: Problem, tuning: Tuning) -> str:
     """Return the table of a search, with its problem, and what the chosen candidate takes."""
     division, chosen = problem.divisions[0], tuning.chosen
     model = division.model

@@ -9,29 +9,25 @@ encodes what is sent: `block_codec` sends the codes of `eight_bits`. On CUDA the
 """
 
 from vescale_fsdp.dbuffer.block_codec import BlockCodec, KeptCodes
-from vescale_fsdp.dbuffer.buffer import (
-    DBuffer,
-    FlatBuffer,
-    ParameterBuffer,
-    plain_tensors,
-    shard_view,
-)
-from vescale_fsdp.dbuffer.codec import Cast, Codec, Outbox
+from vescale_fsdp.dbuffer.buffer import DBuffer, ParameterBuffer, plain_tensors, shard_view
+from vescale_fsdp.dbuffer.codec import Codec, Outbox
 from vescale_fsdp.dbuffer.collectives import Comm, choose_reduction
 from vescale_fsdp.dbuffer.eight_bits import (
     CodeDtype,
     Coding,
     checked_block,
     decode_blocks,
-    encode_blocks,
+    encode,
     is_offered,
 )
 from vescale_fsdp.dbuffer.gradients import GradientBuffer, Residuals
 from vescale_fsdp.dbuffer.memory import (
     SMALLEST_LASTING,
     Lasting,
+    Region,
     SlabPool,
     hand_back,
+    make_region,
     mapped_empty,
     on_lane,
     pool_for,
@@ -50,7 +46,6 @@ __all__ = [
     "SHORTEST_BYTES",
     "SMALLEST_LASTING",
     "BlockCodec",
-    "Cast",
     "CodeDtype",
     "Codec",
     "Coding",
@@ -58,7 +53,6 @@ __all__ = [
     "DBuffer",
     "Exchange",
     "Flags",
-    "FlatBuffer",
     "GatherMessage",
     "GradientBuffer",
     "KeptCodes",
@@ -67,6 +61,7 @@ __all__ = [
     "Packing",
     "ParameterBuffer",
     "PendingReduce",
+    "Region",
     "Residuals",
     "SharedReduce",
     "SlabPool",
@@ -74,10 +69,11 @@ __all__ = [
     "checked_block",
     "choose_reduction",
     "decode_blocks",
-    "encode_blocks",
+    "encode",
     "hand_back",
     "is_offered",
     "let_ranks_go_first",
+    "make_region",
     "mapped_empty",
     "on_lane",
     "plain_tensors",

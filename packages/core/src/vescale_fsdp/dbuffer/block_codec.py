@@ -29,7 +29,7 @@ from vescale_fsdp.dbuffer.codec_launches import Mail, takes_kernels
 from vescale_fsdp.dbuffer.codec_tables import Table
 from vescale_fsdp.dbuffer.eight_bits import Coding, decode_blocks, encode_blocks
 from vescale_fsdp.planner import ShardLayout
-from vescale_fsdp.ragged.blocks import Blocks
+from vescale_fsdp.ragged import Blocks
 
 _ALIGNMENT = 16  # bytes: NCCL falls back to scalar copies below that
 _SCALE_BYTES = 4

@@ -81,29 +81,6 @@ def _at_once(codec: Codec, device: torch.device, *dtypes: torch.dtype) -> AtOnce
     return None
 
 
-class Cast:
-    """The plain cast as a codec: a shard is sent in ``dtype``."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def num_bytes(self, layout: ShardLayout) -> int:
-        """The shard in ``dtype``."""
-        return layout.shard_size * self.dtype.itemsize
-
-    def encode(
-        self, layout: ShardLayout, rank: int, shard: torch.Tensor, message: torch.Tensor
-    ) -> None:
-        """One cast."""
-        message.view(self.dtype).copy_(shard)
-
-    def decode(
-        self, layout: ShardLayout, rank: int, message: torch.Tensor, part: torch.Tensor
-    ) -> None:
-        """One cast."""
-        part.copy_(message.view(self.dtype))
-
-
 class Outbox:
     """Keeps this rank's message, to send it again as long as the parameters do not change.
 

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
+from vescale_fsdp.ragged import Blocks, BlockSize, Region
 
 CodeDtype = Literal["int8", "e4m3"]
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import (
 )
 
 from vescale_fsdp.dbuffer import Residuals
-from vescale_fsdp.engine.api import fully_shard
+from vescale_fsdp.engine.api import fully_shard, refuse_other_engines
 from vescale_fsdp.engine.budget import (
     Budget,
     Subject,
@@ -52,10 +52,8 @@ from vescale_fsdp.engine.granularity import (
     HEADS,
     Granularity,
     GranularityPolicy,
-    Roles,
     callable_units,
     combine,
-    is_matrix,
     may_be_hidden,
     repeated_blocks,
 )
@@ -73,7 +71,7 @@ from vescale_fsdp.engine.quantized import (
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
 from vescale_fsdp.engine.remesh import check_remesh, remesh
 from vescale_fsdp.engine.streaming import stream_parameters
-from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank
+from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank, materialize
 
 __all__ = [
     "HEADS",
@@ -90,7 +88,6 @@ __all__ = [
     "QuantizedReduce",
     "QuantizedWeight",
     "Residuals",
-    "Roles",
     "Subject",
     "TrialJob",
     "UnshardHandle",
@@ -108,12 +105,13 @@ __all__ = [
     "divisions_to_try",
     "fully_shard",
     "generating",
-    "is_matrix",
     "late_modules",
     "map_tensors",
     "mark_blank",
+    "materialize",
     "may_be_hidden",
     "profile",
+    "refuse_other_engines",
     "register_fsdp_forward_method",
     "remesh",
     "repeated_blocks",

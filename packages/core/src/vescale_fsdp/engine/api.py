@@ -51,7 +51,6 @@ from vescale_fsdp.engine.quantized_weight import CodedGroup
 from vescale_fsdp.engine.slot import ParamToShard
 from vescale_fsdp.engine.statistics import follows_statistics, has_statistics
 from vescale_fsdp.engine.unit import Unit
-from vescale_fsdp.errors import renamed
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 
@@ -76,8 +75,6 @@ def fully_shard(
     gather_codec: QuantizedGather | None = None,
     reduce_codec: QuantizedReduce | None = None,
     budget: Budget | str | int | None = None,
-    gather: QuantizedGather | None = None,
-    reduce: QuantizedReduce | None = None,
 ) -> ModuleT:
     """Shard a module's parameters over the ranks of a mesh, in place.
 
@@ -152,7 +149,6 @@ def fully_shard(
             ``reshard_after_forward``, ``in_flight``, ``activations``, and only if the `Budget`
             allows it codecs and ``offload_policy``: the fastest that fit, by a prediction. Pass
             none of these, and no ``accumulate``, ``shard_placement_fn`` or ``dp_mesh_dims``.
-        gather, reduce: the former names of ``gather_codec`` and ``reduce_codec``, until 1.0.
 
     Returns:
         ``module`` itself.
@@ -187,8 +183,8 @@ def fully_shard(
             module in ``module``.
         ValueError: the machine has no device of the mesh's type.
         ValueError: a granularity splits the blocks of a codec; the device lacks the dtype of a
-            codec; a parameter with a codec is smaller than a block, gathers itself or has a
-            ``Shard(d)``; or a codec is passed by both of its names.
+            codec; or a parameter with a codec is smaller than a block, gathers itself or has a
+            ``Shard(d)``.
         NotImplementedError: ``Shard(d)`` of a dimension that tensor parallelism shards unevenly; a
             codec with ``decode=False`` is used for a DTensor; or "hsdp_zero1" is used for a DTensor
             or for a parameter that gathers itself.
@@ -199,10 +195,9 @@ def fully_shard(
 
     Source: FSDP2 for the signature, up to ``dp_mesh_dims``; arXiv 2602.22437 for the engine.
     """
-    gather_codec = renamed("fully_shard", "gather", gather, "gather_codec", gather_codec)
-    reduce_codec = renamed("fully_shard", "reduce", reduce, "reduce_codec", reduce_codec)
     modules = checked_modules(module)
-    _refuse_other_engines(modules)
+    for each in modules:
+        refuse_other_engines(each, "for all of it")
     check_arguments(reshard_after_forward, granularity)
     check_engine_arguments(mp_policy, offload_policy, unused, in_flight, broadcast_buffers)
     check_activations(modules, activations)
@@ -276,16 +271,23 @@ def fully_shard(
 fully_shard.state = state_of  # type: ignore[attr-defined]  # as torch's composable functions
 
 
-def _refuse_other_engines(modules: list[nn.Module]) -> None:
-    for module in modules:
-        for name, child in module.named_modules():
-            is_fsdp2 = isinstance(child, TorchFSDPModule) and not isinstance(child, FSDPModule)
-            if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
-                raise TypeError(
-                    f"fully_shard: {name or type(child).__name__!r} has been sharded by "
-                    "torch.distributed.fsdp, and two engines cannot share a model; use "
-                    "vescale_fsdp.fully_shard, which takes the same arguments, for all of it"
-                )
+def refuse_other_engines(module: nn.Module, way_out: str) -> None:
+    """Raise if torch's own ``fully_shard`` or FSDP has sharded a part of a model.
+
+    Args:
+        way_out: what to do instead, the end of the error.
+
+    Raises:
+        TypeError: names the module.
+    """
+    for name, child in module.named_modules():
+        is_fsdp2 = isinstance(child, TorchFSDPModule) and not isinstance(child, FSDPModule)
+        if is_fsdp2 or isinstance(child, FullyShardedDataParallel):
+            raise TypeError(
+                f"fully_shard: {name or type(child).__name__!r} has been sharded by "
+                "torch.distributed.fsdp, and two engines cannot share a model; use "
+                f"vescale_fsdp.fully_shard, which takes the same arguments, {way_out}"
+            )
 
 
 def _default_mesh() -> DeviceMesh:

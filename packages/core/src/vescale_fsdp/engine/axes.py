@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp import compat, devices
 from vescale_fsdp.backends import backend_name, spelling_of
 from vescale_fsdp.dbuffer import Comm, choose_reduction, let_ranks_go_first
-from vescale_fsdp.program.zero_table import ZERO_TABLE, Kept, Row
+from vescale_fsdp.program import ZERO_TABLE, Kept, Row
 from vescale_fsdp.ranks import collectives
 
 

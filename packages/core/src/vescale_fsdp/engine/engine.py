@@ -34,10 +34,18 @@ from vescale_fsdp.engine.settling import (
 from vescale_fsdp.engine.slot import Slot
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
-from vescale_fsdp.program.order import Program
-from vescale_fsdp.program.residency import Lease
-from vescale_fsdp.program.window import Policy
+from vescale_fsdp.program import (
+    Executor,
+    Lease,
+    Names,
+    Passes,
+    Policy,
+    Program,
+    Record,
+    Reduction,
+    Residency,
+    policy_of,
+)
 from vescale_fsdp.ranks import limit_s, notes, over
 
 _SAME_MODEL = "Build the same model, with the same mesh and arguments of fully_shard, on every rank"

@@ -37,10 +37,9 @@ from vescale_fsdp.engine.placement import local_data, spec_at_rest
 from vescale_fsdp.engine.slot import ParamToShard, Slot, carry, checked_local, local_of
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.planner import ShardLayout
-from vescale_fsdp.program.residency import State
+from vescale_fsdp.program import State
 from vescale_fsdp.ragged import contiguous_strides
-from vescale_fsdp.ranks import over
-from vescale_fsdp.ranks.ranks import merge_pairs
+from vescale_fsdp.ranks import merge_pairs, over
 
 
 def gathers_itself(param: nn.Parameter, dim: int | None, fqn: str) -> bool:

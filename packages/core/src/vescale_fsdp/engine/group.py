@@ -31,7 +31,7 @@ from vescale_fsdp.engine.inputs import refuse_graph
 from vescale_fsdp.engine.lent import show_gathered, show_sharded
 from vescale_fsdp.engine.moving import MovableParameters
 from vescale_fsdp.engine.slot import Slot, flags_of, slot_of
-from vescale_fsdp.program.residency import State
+from vescale_fsdp.program import State
 from vescale_fsdp.ranks import collectives, notes, waits
 
 

@@ -27,8 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vescale_fsdp import compat, devices
-from vescale_fsdp.dbuffer import Comm, SlabPool, ThenCopy
-from vescale_fsdp.dbuffer.memory import Region, make_region
+from vescale_fsdp.dbuffer import Comm, Region, SlabPool, ThenCopy, make_region
 from vescale_fsdp.ragged import contiguous_strides
 
 _MESSAGE_ALIGNMENT = 16  # bytes: NCCL falls back to scalar copies below that

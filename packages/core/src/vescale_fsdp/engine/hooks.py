@@ -45,8 +45,8 @@ from vescale_fsdp.engine.uncalled import explain_uncalled
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.engine.writers import expose_if_written
-from vescale_fsdp.program.residency import Lease
-from vescale_fsdp.ragged.assignment import NAME
+from vescale_fsdp.program import Lease
+from vescale_fsdp.ragged import NAME
 
 
 def register_hooks(module: nn.Module) -> None:

@@ -25,7 +25,7 @@ from vescale_fsdp.engine.pipelining import StageMethods
 from vescale_fsdp.engine.settling import MEETING_TIMEOUT_S
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
 from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit, units_in
-from vescale_fsdp.program.residency import Lease
+from vescale_fsdp.program import Lease
 
 
 class UnshardHandle(TorchUnshardHandle):

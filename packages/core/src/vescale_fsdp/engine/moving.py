@@ -31,7 +31,7 @@ from vescale_fsdp.engine.slot import (
     refuse_methods,
     same_memory,
 )
-from vescale_fsdp.program.residency import State
+from vescale_fsdp.program import State
 
 
 class MovableParameters(Parameters):

@@ -46,7 +46,7 @@ from vescale_fsdp.engine.slot import (
     resting_spec,
 )
 from vescale_fsdp.planner import TensorSpec, lay_out
-from vescale_fsdp.program.residency import State
+from vescale_fsdp.program import State
 from vescale_fsdp.ragged import RaggedShard, RaggedTensor
 
 # Starts of tensors are multiples of 16 bytes in the narrowest dtype that travels (bf16, or a

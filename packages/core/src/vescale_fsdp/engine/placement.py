@@ -52,8 +52,7 @@ from vescale_fsdp.dbuffer import Codec, Comm, DBuffer
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.planner import PaddingWarning, ShardLayout, TensorSpec, advise
-from vescale_fsdp.ragged import RaggedShard, boxes_of, contiguous_strides
-from vescale_fsdp.ragged.tensor import make_spec
+from vescale_fsdp.ragged import RaggedShard, boxes_of, contiguous_strides, make_spec
 from vescale_fsdp.ranks import collectives
 
 

@@ -27,7 +27,7 @@ from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, Role
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.slot import Site, Slot
 from vescale_fsdp.engine.unit import unit_of, units_in
-from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError
+from vescale_fsdp.ragged import Blocks, BlockSize, CutBlockError
 
 
 @dataclass(frozen=True)

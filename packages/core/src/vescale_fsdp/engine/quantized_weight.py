@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from vescale_fsdp import compat, devices
-from vescale_fsdp.dbuffer import Coding, KeptCodes, ParameterBuffer, decode_blocks
-from vescale_fsdp.dbuffer.eight_bits import encode
+from vescale_fsdp.dbuffer import Coding, KeptCodes, ParameterBuffer, decode_blocks, encode
 from vescale_fsdp.engine.group import Group
 
 _aten = torch.ops.aten

@@ -35,7 +35,7 @@ from vescale_fsdp.dbuffer import (
     on_lane,
 )
 from vescale_fsdp.engine.slot import Slot, flags_of, publish, slot_of
-from vescale_fsdp.program.order import Parcel
+from vescale_fsdp.program import Parcel
 
 _SHORT_S, _LONG_S = 0.05, 1.0  # between looks at whether a rank is behind
 

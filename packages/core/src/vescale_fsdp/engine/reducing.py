@@ -31,8 +31,7 @@ from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.group import Fetched, Group, together
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.unit import Unit
-from vescale_fsdp.program.order import Bundles, Parcel, Program
-from vescale_fsdp.program.reductions import Reduction
+from vescale_fsdp.program import Bundles, Parcel, Program, Reduction
 
 
 class _Letter(NamedTuple):

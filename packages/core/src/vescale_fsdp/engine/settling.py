@@ -29,9 +29,8 @@ import torch.distributed as dist
 from vescale_fsdp.dbuffer import Comm
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.program.record import Record, merge
-from vescale_fsdp.ranks import Ranks, limit_s, notes, over, waits
-from vescale_fsdp.ranks.ranks import merge_pairs
+from vescale_fsdp.program import Record, merge
+from vescale_fsdp.ranks import Ranks, limit_s, merge_pairs, notes, over, waits
 
 
 def settle(mine: Record, axes: Axes, timeout_s: float | None) -> Record:

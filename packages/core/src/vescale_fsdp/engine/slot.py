@@ -33,9 +33,14 @@ from vescale_fsdp.engine.placement import (
     placements_of,
     spec_at_rest,
 )
-from vescale_fsdp.ragged import RaggedTensor, ReplicatedTensor, boxes_of, wrap_replicated
-from vescale_fsdp.ragged.assignment import NAME
-from vescale_fsdp.ragged.tensor import wrap_local
+from vescale_fsdp.ragged import (
+    NAME,
+    RaggedTensor,
+    ReplicatedTensor,
+    boxes_of,
+    wrap_local,
+    wrap_replicated,
+)
 from vescale_fsdp.ranks import collectives
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there

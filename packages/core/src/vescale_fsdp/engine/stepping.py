@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.engine.writers import expose_if_written
-from vescale_fsdp.program.residency import Lease
+from vescale_fsdp.program import Lease
 
 _running: list[weakref.ref[Unit]] = []  # units whose forward runs, outermost first
 

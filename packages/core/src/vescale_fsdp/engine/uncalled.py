@@ -9,7 +9,7 @@ from __future__ import annotations
 from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.slot import local_of
 from vescale_fsdp.engine.unit import Unit
-from vescale_fsdp.ragged.assignment import OPERANDS
+from vescale_fsdp.ragged import OPERANDS
 
 
 def explain_uncalled(unit: Unit, error: BaseException) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.slot import Slot
+from vescale_fsdp.errors import warn_user
 from vescale_fsdp.ragged import RaggedTensor
 from vescale_fsdp.ranks import collectives
 
@@ -72,6 +73,41 @@ def on_meta(module: nn.Module) -> list[tuple[nn.Module, str]]:
         for name, tensor in _tensors_of(owner)
         if tensor.is_meta
     ]
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Allocate and initialize the tensors that are on the meta device.
+
+    Values come from ``reset_parameters()``, or from the model's ``_init_weights(module)``, which
+    models of ``transformers`` have. Other tensors do not change. Each rank fills its own shards
+    with the values that the full parameters would get. Call it after ``fully_shard``.
+    """
+    lacking = [
+        each for each in module.modules() if any(tensor.is_meta for _, tensor in _tensors_of(each))
+    ]
+    if not lacking:
+        return
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    module._apply(fill)
+    owners = [each for each in module.modules() if callable(getattr(each, "_init_weights", None))]
+    left: set[str] = set()
+    for each in lacking:
+        reset = getattr(each, "reset_parameters", None)
+        if callable(reset):
+            reset()
+        elif owners:
+            owners[-1]._init_weights(each)  # type: ignore[operator]
+        else:
+            left.add(type(each).__name__)
+    if left:
+        warn_user(
+            f"{', '.join(sorted(left))} were made on the meta device and have no "
+            "reset_parameters(): their parameters and buffers have no values yet; load a "
+            "checkpoint, or initialize them"
+        )
 
 
 def mark_blank(tensors: Iterable[torch.Tensor]) -> None:

@@ -25,8 +25,7 @@ from vescale_fsdp.engine.lent import Place
 from vescale_fsdp.engine.slot import Site, Slot, carry
 from vescale_fsdp.engine.statistics import follows_statistics
 from vescale_fsdp.engine.unfilled import check_materialized
-from vescale_fsdp.program.residency import Lease, Residency
-from vescale_fsdp.program.zero_table import Row
+from vescale_fsdp.program import Lease, Residency, Row
 
 UNIT_ATTRIBUTE = "_vescale_fsdp_unit"
 

@@ -37,7 +37,9 @@ order, and a bound for all orders), ``orders`` (the orders that are tried), ``ap
 
 from __future__ import annotations
 
+from vescale_fsdp.planner.api import PADDING_LIMIT as PADDING_LIMIT  # of other floors, not public
 from vescale_fsdp.planner.api import Advice, PaddingWarning, advise, lay_out, plan
+from vescale_fsdp.planner.api import is_forced as is_forced
 from vescale_fsdp.planner.layout import ShardLayout, TensorSpec
 
 __all__ = [

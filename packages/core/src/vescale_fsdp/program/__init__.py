@@ -9,27 +9,31 @@ sharded when.
 """
 
 from vescale_fsdp.program.executor import Executor
-from vescale_fsdp.program.order import MOST_BYTES, Bundles, Parcel, Program
+from vescale_fsdp.program.order import Bundles, Parcel, Program
 from vescale_fsdp.program.passes import Passes
 from vescale_fsdp.program.predict import Names
-from vescale_fsdp.program.record import Record
+from vescale_fsdp.program.record import Record, merge
 from vescale_fsdp.program.reductions import Reduction
-from vescale_fsdp.program.residency import Residency
-from vescale_fsdp.program.window import policy_of
-from vescale_fsdp.program.zero_table import ZERO_TABLE, Row
+from vescale_fsdp.program.residency import Lease, Residency, State
+from vescale_fsdp.program.window import Policy, policy_of
+from vescale_fsdp.program.zero_table import ZERO_TABLE, Kept, Row
 
 __all__ = [
-    "MOST_BYTES",
     "ZERO_TABLE",
     "Bundles",
     "Executor",
+    "Kept",
+    "Lease",
     "Names",
     "Parcel",
     "Passes",
+    "Policy",
     "Program",
     "Record",
     "Reduction",
     "Residency",
     "Row",
+    "State",
+    "merge",
     "policy_of",
 ]

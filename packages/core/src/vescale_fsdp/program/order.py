@@ -98,7 +98,6 @@ class Walk:
         ran: the units that this rank has run in the pass, in order of their first runs.
         used: the all-gathers that it needed itself, in order, while the program is a prediction.
         joined: the units whose all-gathers it took part in for other ranks.
-        held: those of them that stay unsharded, because this rank has not run them yet.
     """
 
     def __init__(self, program: Program) -> None:
@@ -108,7 +107,6 @@ class Walk:
         self.used: list[int] = []
         self.recomputed: set[int] = set()
         self.joined: set[int] = set()
-        self.held: set[int] = set()
 
     @property
     def is_predicted(self) -> bool:

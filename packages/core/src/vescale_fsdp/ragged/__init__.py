@@ -11,39 +11,42 @@ Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, 
 
 from vescale_fsdp.ragged import dispatch as dispatch  # gives RaggedTensor its operators
 from vescale_fsdp.ragged import made as made  # lets functions of torch make it
-from vescale_fsdp.ragged.blocks import Blocks, BlockSize, Region
+from vescale_fsdp.ragged.assignment import NAME, OPERANDS
+from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError, Region
 from vescale_fsdp.ragged.holdings import (
     Box,
     boxes_of,
     contiguous_strides,
-    flat_range_to_boxes,
     holding_of,
     ragged_axis_of,
     remaining_box,
 )
 from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.redistribute import PendingTensor, as_bytes, group_along
-from vescale_fsdp.ragged.reduced import ReducedTensor
 from vescale_fsdp.ragged.reductions import max_over_ranks
 from vescale_fsdp.ragged.replicated import ReplicatedTensor, wrap_replicated
-from vescale_fsdp.ragged.tensor import RaggedTensor, wrap, wrap_local
+from vescale_fsdp.ragged.tensor import RaggedTensor, make_spec, wrap, wrap_local
+from vescale_fsdp.ragged.whole import access_of
 
 __all__ = [
+    "NAME",
+    "OPERANDS",
     "BlockSize",
     "Blocks",
     "Box",
+    "CutBlockError",
     "PendingTensor",
     "RaggedShard",
     "RaggedTensor",
-    "ReducedTensor",
     "Region",
     "ReplicatedTensor",
+    "access_of",
     "as_bytes",
     "boxes_of",
     "contiguous_strides",
-    "flat_range_to_boxes",
     "group_along",
     "holding_of",
+    "make_spec",
     "max_over_ranks",
     "ragged_axis_of",
     "remaining_box",

@@ -14,6 +14,14 @@ docs/design/ranks.md says who uses what, and why.
 
 from vescale_fsdp.ranks.attempt import AbsentError, init_process_group
 from vescale_fsdp.ranks.limits import limit_s
-from vescale_fsdp.ranks.ranks import Ranks, everyone, over
+from vescale_fsdp.ranks.ranks import Ranks, everyone, merge_pairs, over
 
-__all__ = ["AbsentError", "Ranks", "everyone", "init_process_group", "limit_s", "over"]
+__all__ = [
+    "AbsentError",
+    "Ranks",
+    "everyone",
+    "init_process_group",
+    "limit_s",
+    "merge_pairs",
+    "over",
+]

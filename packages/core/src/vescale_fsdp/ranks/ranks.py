@@ -595,10 +595,10 @@ class Ranks:
         if "timed out" in str(error).lower():
             return self._absent([rank], what, self._limit_s, f"in {what}", self._link)
         # Rank 0 says to the others which rank it has lost, or has written it into its note.
-        why = "" if self.is_first else f" Now it {notes.of([self._ranks[0]])}."
+        others = "" if self.is_first else f" The others: {notes.of([self._ranks[0]])}."
         return RankMismatchError(
             f"rank {self._ranks[rank]} did not answer during {what}: it has died or hangs; its log "
-            f"says which. Start all ranks again.{why}"
+            f"says which. Start all ranks again.{others}"
         )
 
     def disconnect(self, why: str) -> None:

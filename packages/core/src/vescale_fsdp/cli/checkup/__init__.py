@@ -1,11 +1,10 @@
 """The checks of ``vescale-fsdp doctor``. They collect facts to show and findings to act on.
 
 * `software`: versions and environment variables
-* `host`: CPUs, memory and limits
-* `devices`: torch and its devices, in a separate process, because torch may hang or crash
-* `steps`: two ranks communicate, train and save; `cli.doctor` runs them
+* `devices`: torch and its devices, asked in a separate process; CPUs and shared memory
+* `steps`: two ranks connect and train
 
-Only the separate processes and `steps`, which starts the ranks, import torch.
+Only the separate process and `steps`, which starts the ranks, import torch.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import platform
-import socket
 import sys
 from collections.abc import Mapping
 from importlib import metadata
@@ -33,24 +32,12 @@ OURS: dict[str, tuple[str, ...]] = {
     "VESCALE_FSDP_TIMEOUT_S": (),
     "VESCALE_FSDP_WATCHDOG_S": (),
 }
-_PATHS = ("VESCALE_FSDP_MEETING", "VESCALE_FSDP_MEMORY_DIR")
+_TEXTS = ("VESCALE_FSDP_HOSTS", "VESCALE_FSDP_MEETING", "VESCALE_FSDP_MEMORY_DIR")
+# Variables that begin so are shown.
 _SHOWN = (
-    "CUDA_LAUNCH_BLOCKING",
-    "CUDA_VISIBLE_DEVICES",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "MKL_NUM_THREADS",
-    "OMP_NUM_THREADS",
-    "PYTORCH_ALLOC_CONF",
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "RANK",
-    "TORCH_DISTRIBUTED_DEBUG",
-    "WORLD_SIZE",
+    *("CUDA_", "HIP_", "GLOO_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "TORCH_", "VESCALE_FSDP_"),
+    *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "RANK", "WORLD_SIZE"),
 )
-_SHOWN_FAMILIES = ("VESCALE_FSDP_", "NCCL_", "TORCH_NCCL_", "GLOO_")
-_RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # Variables that slow a job down: the values, and what they do.
 _SLOW = (
     ("CUDA_LAUNCH_BLOCKING", ("1",), "waits for every kernel"),
@@ -62,20 +49,18 @@ _SLOW = (
     ("VESCALE_FSDP_CHECK_MEMORY", ("1",), "frees no memory, and fills it with NaN instead"),
     ("VESCALE_FSDP_CHECK_ORDER", ("1",), "compares every collective of every step"),
 )
-_LONGEST = 200
 
 
 def look_at_software(section: Section) -> None:
     """Add versions, and findings if one is not supported or our packages do not match."""
     ours = {name: _version(name) for name in (_CORE, *_PLUGINS)}
-    needs_python, ranges = _ranges([name for name, version in ours.items() if version])
-    python = platform.python_version()
-    section.add("python", _with_range(python, needs_python), python)
-    if not contains(needs_python, python):
-        section.better(
-            f"Python {python} is not supported ({needs_python})",
-            f"make an environment with a Python {needs_python}",
-        )
+    ranges = {
+        each.name: _in_order(each.specifier)
+        for name in (name for name, version in ours.items() if version)
+        for each in map(Requirement, metadata.requires(name) or [])
+        if each.name not in ours
+    }
+    section.add("python", platform.python_version())  # pip does not install us on another one
     section.add("interpreter", sys.executable or "unknown")
     section.add("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
     _look_at_ours(section, ours)
@@ -83,7 +68,7 @@ def look_at_software(section: Section) -> None:
         version, needed = _version(name), ranges.get(name, "")
         if version is None:
             continue
-        section.add(name, _with_range(version, needed), version)
+        section.add(name, f"{version}  (supported: {needed})" if needed else version, version)
         if not contains(needed, version):
             section.better(
                 f"{name} {version} is not a supported version ({needed})",
@@ -117,17 +102,6 @@ def _look_at_ours(section: Section, ours: dict[str, str | None]) -> None:
             )
 
 
-def _ranges(distributions: list[str]) -> tuple[str, dict[str, str]]:
-    """Return the range of Python and the ranges of packages that these distributions require."""
-    python, ranges = "", {}
-    for name in distributions:
-        python = python or _in_order(SpecifierSet(metadata.metadata(name)["Requires-Python"]))
-        for each in map(Requirement, metadata.requires(name) or []):
-            if each.name not in (_CORE, *_PLUGINS):
-                ranges[each.name] = _in_order(each.specifier)
-    return python, ranges
-
-
 def _in_order(specifiers: SpecifierSet) -> str:
     """Format a range with the lower bound first. Metadata have any order."""
     return ",".join(sorted(map(str, specifiers), key=lambda each: (each[:1] != ">", each)))
@@ -148,11 +122,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _with_range(version: str, needed: str) -> str:
-    return f"{version}  (supported: {needed})" if needed else version
-
-
-def look_at_environment(section: Section, environ: Mapping[str, str], cpus: float) -> None:
+def look_at_environment(section: Section, environ: Mapping[str, str], cpus: int) -> None:
     """Add the variables that are set, and findings if a value is wrong or slow.
 
     Args:
@@ -160,16 +130,12 @@ def look_at_environment(section: Section, environ: Mapping[str, str], cpus: floa
         cpus: number of CPUs that this process can use.
     """
     for name in sorted(environ):
-        if name in _SHOWN or name.startswith(_SHOWN_FAMILIES):
-            text = environ[name]
-            shown = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-            section.add(name, shown or "(empty)", text)
+        if name.startswith(_SHOWN):
+            section.add(name, environ[name] or "(empty)", environ[name])
     if not section.facts:
         section.add("", "no relevant variable is set")
     _look_at_our_variables(section, environ)
     _look_at_threads(section, environ, cpus)
-    _look_at_rendezvous(section, environ)
-    _look_at_interface(section, environ)
     for name, values, effect in _SLOW:
         value = environ.get(name, "")
         if value.upper() in values:
@@ -187,7 +153,7 @@ def _look_at_our_variables(section: Section, environ: Mapping[str, str]) -> None
             section.better(f"{name} is not one of our variables", f"unset it; there is {close[0]}")
         elif OURS[name] and value not in OURS[name]:
             section.broken(f"{name}={value}", f"unset it, or set one of: {', '.join(OURS[name])}")
-        elif not OURS[name] and name not in _PATHS and not _is_amount(value):
+        elif not OURS[name] and name not in _TEXTS and not _is_amount(value):
             section.broken(f"{name}={value}", "unset it, or set a number that is not negative")
 
 
@@ -198,13 +164,13 @@ def _is_amount(text: str) -> bool:
         return False
 
 
-def _look_at_threads(section: Section, environ: Mapping[str, str], cpus: float) -> None:
+def _look_at_threads(section: Section, environ: Mapping[str, str], cpus: int) -> None:
     value = environ.get("OMP_NUM_THREADS")
     if not value:
         if cpus > 1:
             section.better(
                 "OMP_NUM_THREADS is not set: each rank starts a thread on every CPU",
-                f"export OMP_NUM_THREADS={max(1, int(cpus) // 2)} for 2 ranks: CPUs by ranks",
+                f"export OMP_NUM_THREADS={max(1, cpus // 2)} for 2 ranks: CPUs by ranks",
             )
         return
     threads = value.split(",")[0].strip()  # it may be a list with a number per level
@@ -214,39 +180,6 @@ def _look_at_threads(section: Section, environ: Mapping[str, str], cpus: float) 
         )
     elif int(threads) > cpus:
         section.better(
-            f"OMP_NUM_THREADS={value} is more than the {cpus:g} CPUs",
-            f"export OMP_NUM_THREADS={max(1, int(cpus) // 2)} for 2 ranks: CPUs by ranks",
+            f"OMP_NUM_THREADS={value} is more than the {cpus} CPUs",
+            f"export OMP_NUM_THREADS={max(1, cpus // 2)} for 2 ranks: CPUs by ranks",
         )
-
-
-def _look_at_rendezvous(section: Section, environ: Mapping[str, str]) -> None:
-    missing = [name for name in _RENDEZVOUS if name not in environ]
-    if len(missing) == len(_RENDEZVOUS):
-        return
-    if missing and "RANK" in environ:
-        section.broken(
-            f"RANK is set, but not {', '.join(missing)}: init_process_group needs all of them",
-            "start the job with torchrun, which sets them; or unset RANK",
-        )
-    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
-        if name in environ and not environ[name].isdigit():
-            section.broken(f"{name}={environ[name]} is not a number", f"set {name} to one")
-            return
-    if {"RANK", "WORLD_SIZE"} <= set(environ) and int(environ["RANK"]) >= int(
-        environ["WORLD_SIZE"]
-    ):
-        section.broken(
-            f"RANK={environ['RANK']} does not exist in WORLD_SIZE={environ['WORLD_SIZE']}",
-            "ranks count from 0: set RANK below WORLD_SIZE",
-        )
-
-
-def _look_at_interface(section: Section, environ: Mapping[str, str]) -> None:
-    wanted = environ.get("GLOO_SOCKET_IFNAME", "")
-    names = [name for _, name in socket.if_nameindex()]
-    for name in filter(None, wanted.split(",")):
-        if name not in names:
-            section.broken(
-                f"GLOO_SOCKET_IFNAME names {name}, which this machine does not have",
-                f"set it to the one that the machines share; here are {', '.join(names)}",
-            )

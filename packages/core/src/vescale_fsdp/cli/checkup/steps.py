@@ -1,17 +1,12 @@
-"""The steps of the self test: two ranks on gloo. This module imports torch.
-
-Each step is a function that both ranks call with an empty folder that they share. If it raises, the
-error becomes a finding. `vescale_fsdp.testing` starts the ranks.
-"""
+"""The self-test: two ranks on gloo connect and train for two steps. This module imports torch."""
 
 from __future__ import annotations
 
 import io
 import os
-import statistics
+import socket
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from datetime import timedelta
 from pathlib import Path
@@ -21,32 +16,27 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_fsdp.cli.checkup.devices import LIMIT_S, START, Outcome
+from vescale_fsdp.cli.checkup import Section
 from vescale_fsdp.engine import fully_shard
-from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import RankError, run_ranks
 
-MESSAGE_BYTES = 16 << 20  # that each rank sends to measure the bandwidth
-_NUM_MESSAGES = 5
 _CONNECT_TIMEOUT_S = 15.0
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOPBACKS = ("lo", "lo0")  # Linux, macOS
 
 
-def run_steps(outcome: Outcome, limit_s: float = LIMIT_S) -> bool:
-    """Run the steps on two ranks until one fails, and add the results to ``outcome``.
+def look_at_self_test(section: Section, limit_s: float) -> None:
+    """Let two ranks connect and train, and add what they did, or why they could not.
 
-    If the ranks cannot connect over the interface of the environment, they use the loopback.
+    The first try is over the interface that the environment names, or gloo's own choice. Ranks that
+    cannot connect over it try the loopback.
 
     Args:
         limit_s: for each step. Ranks that take longer are killed.
-
-    Returns:
-        Whether the ranks could connect only over the loopback.
     """
-    begin, wanted, only_over_loopback = time.monotonic(), os.environ.get(_INTERFACE, ""), False
+    wanted, step = os.environ.get(_INTERFACE, ""), "connect"
     try:
         with (
             tempfile.TemporaryDirectory(
@@ -56,105 +46,70 @@ def run_steps(outcome: Outcome, limit_s: float = LIMIT_S) -> bool:
             redirect_stderr(io.StringIO()),  # hide the output of the ranks
         ):
             os.environ.pop(_INTERFACE, None)  # without it, ranks of run_ranks use the loopback
+            begin = time.monotonic()
             try:
-                _run("connect", outcome, limit_s, folder, wanted)
+                run_ranks(connect, 2, folder, wanted, timeout_s=limit_s)
                 if wanted:
                     os.environ[_INTERFACE] = wanted
             except RankError:
-                _run("connect", outcome, limit_s, folder, None)
-                only_over_loopback = True
-            for step in STEPS:
-                _run(step, outcome, limit_s, folder, None)
+                run_ranks(dist.barrier, 2, timeout_s=limit_s)
+                _add_loopback(section, wanted)
+            _add(section, step, "done", begin)
+            step, begin = "training step", time.monotonic()
+            run_ranks(train, 2, timeout_s=limit_s)
+            _add(section, step, "same weights as one process", begin)
     except RankError as error:
-        words = f"rank {error.rank}: {error.type_name}: {error.message}"
-        outcome.error = " ".join(words.split())
-    except OSError as error:
-        outcome.failed, outcome.error = START, f"{type(error).__name__}: {error}"
-    outcome.total_s += time.monotonic() - begin
-    return only_over_loopback
-
-
-def _run(step: str, outcome: Outcome, limit_s: float, folder: str, wanted: str | None) -> None:
-    outcome.failed = step
-    results = run_ranks(_timed, 2, step, folder, wanted, timeout_s=limit_s)
-    outcome.failed = None
-    outcome.values[step] = results[0][0]
-    outcome.seconds[step] = max(seconds for _, seconds in results)
-
-
-def _timed(step: str, folder: str, wanted: str | None) -> tuple[Any, float]:
-    """Run a step. Returns its result and its time on this rank, in seconds."""
-    begin = time.perf_counter()
-    value: Any = None
-    if step in STEPS:
-        value = STEPS[step](Path(folder))
-    else:
-        connect(Path(folder), wanted)
-    return value, round(time.perf_counter() - begin, 3)
-
-
-def connect(folder: Path, wanted: str | None) -> None:
-    """Connect the ranks.
-
-    Args:
-        wanted: the network interface; "" for gloo's choice. None: keep the current process group.
-    """
-    if wanted is not None:
-        rank = dist.get_rank()
-        dist.destroy_process_group()
-        os.environ.pop(_INTERFACE, None)
-        if wanted:
-            os.environ[_INTERFACE] = wanted
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder / 'rendezvous'}",
-            rank=rank,
-            world_size=2,
-            timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),
+        words = " ".join(f"rank {error.rank}: {error.type_name}: {error.message}".split())
+        section.add(step, "FAILED", {"ok": False})
+        change = (
+            "name the network interface: export GLOO_SOCKET_IFNAME=..., see: ip address"
+            if step == "connect"
+            else "fix the other findings first; if that does not help, report it with the output "
+            "of: vescale-fsdp doctor --json"
         )
+        section.broken(f"{step}: {words}", change)
+    except OSError as error:
+        section.add(step, "FAILED", {"ok": False})
+        section.broken(
+            f"start: {type(error).__name__}: {error}",
+            "check that the temporary folder is writable; TMPDIR=... names another",
+        )
+
+
+def _add(section: Section, step: str, done: str, begin: float) -> None:
+    seconds = round(time.monotonic() - begin, 2)
+    section.add(step, f"{done}, {seconds:.2f} s", {"ok": True, "seconds": seconds})
+
+
+def _add_loopback(section: Section, wanted: str) -> None:
+    loopback = [name for _, name in socket.if_nameindex() if name in _LOOPBACKS]
+    if loopback and wanted not in loopback:  # else the first try was only slow
+        section.broken(
+            "two processes on this machine find each other only over the loopback",
+            f"export GLOO_SOCKET_IFNAME={loopback[0]}; for several machines, the one they share",
+        )
+
+
+def connect(folder: str, interface: str) -> None:
+    """Connect the ranks again, over this interface; "" is gloo's choice."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    os.environ.pop(_INTERFACE, None)
+    if interface:
+        os.environ[_INTERFACE] = interface
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{Path(folder) / 'rendezvous'}",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=_CONNECT_TIMEOUT_S),
+    )
     dist.barrier()
 
 
-def _all_gather(_: Path) -> None:
-    # Rank r has 10 r, 10 r + 1, 10 r + 2.
-    mine = torch.arange(3.0) + 10 * dist.get_rank()
-    everything = torch.empty(6)
-    _gather(everything, mine)
-    _expect(everything.tolist(), [0.0, 1.0, 2.0, 10.0, 11.0, 12.0])
-
-
-def _all_to_all(_: Path) -> None:
-    # Rank r sends 10 r + d to rank d, twice.
-    mine = torch.tensor([0.0, 0.0, 1.0, 1.0]) + 10 * dist.get_rank()
-    received = torch.empty(4)
-    _exchange(received, mine)
-    _expect(received.tolist(), [0.0 + dist.get_rank()] * 2 + [10.0 + dist.get_rank()] * 2)
-
-
-def _bandwidth(_: Path) -> dict[str, float]:
-    """Measure the MB/s (10**6 bytes) that each rank receives from the other while it also sends."""
-    elements = MESSAGE_BYTES // 4
-    mine, both, other = torch.ones(elements), torch.ones(2 * elements), torch.ones(2 * elements)
-    return {
-        "all_gather_mb_per_s": _speed(lambda: _gather(both, mine)),
-        "all_to_all_mb_per_s": _speed(lambda: _exchange(both, other)),
-        "message_bytes": MESSAGE_BYTES,
-    }
-
-
-def _speed(send: Callable[[], None]) -> float:
-    times = []
-    for _ in range(1 + _NUM_MESSAGES):
-        dist.barrier()
-        begin = time.perf_counter()
-        send()
-        times.append(time.perf_counter() - begin)
-    return round(MESSAGE_BYTES / 1e6 / statistics.median(times[1:]), 1)
-
-
-def _train(_: Path) -> None:
+def train() -> None:
     """Compare two steps of SGD on a sharded model with one process that has both ranks' data."""
-    plain, sharded = _make_model(), _make_sharded_model()
+    plain, sharded = make_model(), shard(make_model())
     # Not Adam: its steps do not change if all gradients have a wrong factor.
     optimizers = [
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (plain, sharded)
@@ -172,50 +127,14 @@ def _train(_: Path) -> None:
             raise AssertionError(f"{name} is off by {difference:g} after two steps")
 
 
-def _checkpoint(folder: Path) -> None:
-    """Save a sharded model, and load it into another one."""
-    saved, loaded = _make_sharded_model(), _make_sharded_model()
-    with torch.no_grad():
-        for param in loaded.parameters():
-            param.zero_()
-    state_dict_saver.save(saved.state_dict(), checkpoint_id=folder)
-    state = loaded.state_dict()
-    state_dict_loader.load(state, checkpoint_id=folder)
-    for (name, expected), found in zip(saved.named_parameters(), loaded.parameters(), strict=True):
-        if not torch.equal(found.full_tensor(), expected.full_tensor()):
-            raise AssertionError(f"{name} differs from the saved value")
-
-
-def _make_model() -> Any:
+def make_model() -> nn.Sequential:
+    """The model of the self-test, with the same weights at each call."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
-def _make_sharded_model() -> Any:
-    model, mesh = _make_model(), init_device_mesh("cpu", (2,))
+def shard(model: nn.Sequential) -> Any:
+    """Shard it over the two ranks, as two units."""
+    mesh = init_device_mesh("cpu", (2,))
     fully_shard(model[0], mesh=mesh)
     return fully_shard(model, mesh=mesh)
-
-
-def _gather(output: Any, input_: Any) -> None:
-    assert dist.group.WORLD is not None, "connected"
-    collectives.all_gather_single(output, input_, dist.group.WORLD).wait()
-
-
-def _exchange(output: Any, input_: Any) -> None:
-    assert dist.group.WORLD is not None, "connected"
-    collectives.all_to_all_single(output, input_, dist.group.WORLD).wait()
-
-
-def _expect(found: list[float], expected: list[float]) -> None:
-    if found != expected:
-        raise AssertionError(f"received {found} instead of {expected}")
-
-
-STEPS: dict[str, Callable[[Path], Any]] = {
-    "all-gather": _all_gather,
-    "all-to-all": _all_to_all,
-    "bandwidth": _bandwidth,
-    "training step": _train,
-    "checkpoint": _checkpoint,
-}

@@ -93,15 +93,7 @@ def _wait(work: Waitable, device: torch.device) -> None:
 
 def _sent(run: Callable[[], None], device: torch.device, num_bytes: int) -> Sent:
     run()
-    run()
-    times = []
-    for _ in range(_RUNS):
-        devices.synchronize(device)
-        start = time.perf_counter()
-        run()
-        devices.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return Sent(num_bytes, min(times))
+    return Sent(num_bytes, _least_s(run, device))
 
 
 def link_of(points: Sequence[Sent]) -> Link:

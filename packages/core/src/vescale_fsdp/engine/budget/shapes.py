@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from vescale_fsdp.ragged.whole import access_of
+from vescale_fsdp.ragged import access_of
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 

@@ -23,7 +23,7 @@ from vescale_fsdp.costs import (
     Tensor,
     Tuning,
     read_choice,
-    report,
+    report_of,
     split_anywhere,
     write_choice,
 )
@@ -138,7 +138,7 @@ def shard_within(
     apply(module, tuning.chosen.candidate, shard_with, mesh, mp_policy, units)
     _TUNINGS[module] = tuning
     if dist.get_rank() == ranks[0]:
-        sys.stdout.write(f"{report(problem, tuning)}\n")
+        sys.stdout.write(f"{report_of(problem, tuning)}\n")
         sys.stdout.flush()
 
 

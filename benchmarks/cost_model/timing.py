@@ -6,7 +6,7 @@ The engine's scheduler (`vescale_fsdp.program`) runs the step on units that only
     network  | gathers 0, 1 | 2 | 3 ..    | gather n | n - 1, reduce n | .. | reduce 0
 
 The network runs one collective at a time, in the order of issue. Without overlap (FSDP2 on CPU)
-compute waits for each collective. `Step.spans` can be shown in Perfetto (`trace_of`).
+compute waits for each collective.
 
 It does not include recomputation of activations, other traffic, stragglers, and communication of
 the optimizer.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vescale_fsdp.costs.machine import Link
 from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
@@ -244,24 +244,3 @@ def _backward(model: _Model, clock: _Clock) -> None:
         if unit.leave_backward(calls[unit]):
             passes.after_backward(unit)
     passes.end_backward()
-
-
-def trace_of(step: Step) -> dict[str, Any]:
-    """Return the step in the trace event format of Perfetto and Chrome, as JSON."""
-    tracks = {"compute": 0, "network": 1}
-    names = [
-        {"ph": "M", "pid": 0, "tid": tid, "name": "thread_name", "args": {"name": track}}
-        for track, tid in tracks.items()
-    ]
-    spans = [
-        {
-            "ph": "X",
-            "pid": 0,
-            "tid": tracks[span.track],
-            "name": span.name,
-            "ts": span.start_s * 1e6,
-            "dur": span.seconds * 1e6,
-        }
-        for span in step.spans
-    ]
-    return {"traceEvents": [*names, *spans]}
