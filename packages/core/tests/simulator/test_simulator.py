@@ -21,7 +21,9 @@ AT_EACH_CHANGE = {
     *("one rank", "branch on a stream", "a unit on two streams", "steps on another stream"),
     *("offload", "hsdp_zero1"),
 }
-MORE_ORDERS = [ORDERS[0], ORDERS[3], *MORE]  # for all scenarios: nightly
+COPIES_LAST = ORDERS[3]
+MORE_ORDERS = [ORDERS[0], COPIES_LAST, *MORE]  # for all scenarios: nightly
+WITH_COPIES_LAST = {"offload"}  # at each change: it frees what is being copied
 GROUPS = {1: ONE, 2: TWO, 4: FOUR}
 
 
@@ -33,7 +35,8 @@ def named(name: str) -> tuple[Scenario, int]:
 def check_scenario(name: str, all_orders: bool) -> list[str]:
     scenario, num_ranks = named(name)
     if not all_orders:
-        return differences(scenario, [each for each in scenario.orders if each not in MORE_ORDERS])
+        orders = [each for each in scenario.orders if each not in MORE_ORDERS]
+        return differences(scenario, orders + [COPIES_LAST] * (name in WITH_COPIES_LAST))
     return differences(scenario, FEW if num_ranks > 2 else None)
 
 
