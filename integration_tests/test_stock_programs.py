@@ -117,6 +117,7 @@ def test_nothing_of_a_framework_is_ours_where_nobody_asks_for_us(
     accelerate = {"", "._autoload", ".launching", ".options"}
     hook = {f"vescale_fsdp_accelerate{each}" for each in accelerate}
     hook |= {"vescale_fsdp_hook", "vescale_fsdp_lightning", "vescale_fsdp_lightning._autoload"}
+    hook |= {"vescale_fsdp", "vescale_fsdp.errors", "vescale_fsdp.options"}  # without torch
     assert set(found["ours"]) <= hook
 
 
