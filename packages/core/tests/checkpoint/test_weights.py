@@ -11,6 +11,7 @@ from torch import nn
 
 from vescale_fsdp import CheckpointIncompleteError, checkpoint, fully_shard
 from vescale_fsdp.checkpoint import full
+from vescale_fsdp.ranks import Ranks
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make, train
@@ -85,3 +86,17 @@ def test_what_is_frozen_is_left_out_under_all_of_its_names(tmp_path: Path) -> No
         assert names == ["adapter.bias", "adapter.weight"]
         assert (adapter, head) == (1.0, 2.0)
         assert "lacks 2 entries: model.embed.weight, model.head.weight" in message
+
+
+def test_a_rank_says_that_it_goes_on_while_it_checks_what_it_does_not_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "all", model, optimizer)
+    said: list[Ranks] = []
+    monkeypatch.setattr(Ranks, "still", lambda ranks: said.append(ranks))
+    checkpoint.load(tmp_path / "all", model)
+    assert len(said) >= 2 + 4  # the parameters, and two states of each

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from threading import Barrier
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, TCPStore
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, TCPStore
 
 from vescale_fsdp.engine.finite import _merged, _sentence
 from vescale_fsdp.program.record import Record
@@ -274,3 +275,24 @@ def test_operations_for_a_name() -> None:
     assert len(set(together(work, range(size)))) == 1
     # A number, the token, the wait, the name, and two to be ready.
     assert {counts[rank] for rank in range(1, size)} == {6}
+
+
+def test_a_name_without_a_limit() -> None:
+    store = HashStore()
+    found = together(lambda rank: agree_on_name(store, "here", rank, 2, math.inf), range(2))
+    assert len({str(each) for each in found}) == 1, found
+
+
+class Unanswered:
+    """A store whose process has ended."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise DistNetworkError("broken pipe")
+
+
+def test_a_step_names_a_rank_also_if_the_store_is_gone() -> None:
+    store: Any = Unanswered()
+    ranks, value, end = Ranks([0, 1], 1, store), {"step": "a save"}, time.monotonic() + 1.0
+    with pytest.raises(AbsentError) as caught:
+        ranks._round(store, "next step", value, joined, None, end, 1.0)
+    assert caught.value.numbers == [0]

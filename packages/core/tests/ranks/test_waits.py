@@ -4,6 +4,7 @@ import datetime
 import math
 import os
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from vescale_fsdp import RankMismatchError, compat
 from vescale_fsdp.dbuffer.transport import Exchange
-from vescale_fsdp.ranks import collectives, limit_s, notes, waits
+from vescale_fsdp.ranks import Ranks, collectives, everyone, limit_s, notes, over, ranks, waits
 from vescale_fsdp.testing import run_ranks
 
 
@@ -121,3 +122,65 @@ def test_ranks_whose_notes_cannot_be_read_are_not_said_to_wait_for_nothing(
     text = notes.of([0, 2])
     assert text.startswith("rank 0 cannot be asked: the process that holds the store has ended")
     assert "rank 2 cannot be asked" in text
+
+
+def misses_a_rank() -> tuple[bool, str]:
+    everyone().barrier("the beginning")
+    if dist.get_rank() == 0:
+        os.environ["VESCALE_FSDP_TIMEOUT_S"] = "0.5"
+        with pytest.raises(RankMismatchError, match="rank 1 did not come"):
+            everyone().barrier("the end")
+    return waits.is_cut(), str(waits._no_longer_connected())
+
+
+def test_later_waits_say_which_rank_has_not_come() -> None:
+    (is_cut, text), _ = run_ranks(misses_a_rank, 2, timeout_s=30)
+    assert is_cut
+    assert "no longer connected: rank 0 gave up in the end: rank 1 did not come" in text
+
+
+def several_groups_of_the_same_ranks() -> bool:
+    world = dist.group.WORLD
+    assert world is not None
+    assert over(world).group is world
+    other = dist.new_group([0, 1])
+    return over(other).group is other
+
+
+def test_the_group_that_was_passed_last_is_closed_where_a_rank_does_not_come() -> None:
+    assert run_ranks(several_groups_of_the_same_ranks, 2) == [True, True]
+
+
+class TimedOut:
+    def wait(self, timeout: datetime.timedelta) -> None:
+        raise RuntimeError("timed out")
+
+
+class Meanwhile:
+    """Ends after the receive of another thread has timed out."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+
+    def wait(self, timeout: datetime.timedelta) -> None:
+        with pytest.raises(RuntimeError, match="timed out"):
+            Ranks((), 0)._end(TimedOut(), self._data, 1.0)
+
+
+def test_what_is_received_late_is_kept_whatever_others_receive() -> None:
+    late = torch.zeros(1)
+    Ranks((), 0)._end(Meanwhile(late), torch.zeros(1), 1.0)
+    assert any(each is late for each in ranks._LATE)
+
+
+def test_an_answer_counts_also_if_the_first_rank_dies_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def send(*_: object) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    link: Any = object()
+    monkeypatch.setattr(Ranks, "_post", lambda *_: None)
+    monkeypatch.setattr(Ranks, "_receive", lambda *_: ["an answer", None])
+    monkeypatch.setattr(Ranks, "_isend", send)
+    assert Ranks([0, 1], 1, link=link).together("a test", lambda: 1, list) == "an answer"

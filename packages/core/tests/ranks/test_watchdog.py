@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -108,3 +111,43 @@ def fail_after_a_while() -> str:
 def test_the_note_of_a_wait_that_failed_stays_for_the_others() -> None:
     (note,) = run_ranks(fail_after_a_while, 1)
     assert "waits for a test" in note
+
+
+def test_it_is_refused_where_a_wait_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits, "_watcher", None)
+    monkeypatch.setenv("VESCALE_FSDP_WATCHDOG_S", "soon")
+    with pytest.raises(ValueError, match="VESCALE_FSDP_WATCHDOG_S must be"), waits.Waiting("", [0]):
+        pass
+    assert not waits._waits
+
+
+def test_the_note_of_a_wait_that_ends_while_it_is_looked_at_does_not_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, goes_on, me = threading.Event(), threading.Event(), threading.get_ident()
+    waiting = waits.Waiting("a test", [0])
+
+    def wait() -> None:
+        with waiting:
+            begun.set()
+            goes_on.wait()
+
+    thread = threading.Thread(target=wait)
+
+    class Ends(dict[int, waits.Waiting]):
+        def values(self) -> Any:
+            found = [*super().values()]
+            if threading.get_ident() == me:
+                goes_on.set()
+                thread.join(0.2)
+            return found
+
+    written: list[str] = []
+    monkeypatch.setattr(waits, "_waits", Ends())
+    monkeypatch.setattr(notes, "write", lambda _, note: written.append(note))
+    thread.start()
+    begun.wait()
+    waiting.look(-1.0, math.inf)
+    thread.join()
+    assert len(written) == 2
+    assert written[-1] == ""

@@ -139,8 +139,7 @@ def load_from(
             change.targets.append(extra)
             if with_rng:
                 change.targets.append(RngTarget(saved))
-            num_checking = 0 if is_checked else ranks.size
-            change.take(read(reader, manifest, change.wanted, ranks.rank, num_checking))
+            change.take(read(reader, manifest, change.wanted, ranks, is_checked=is_checked))
             change.take(change.changed)
         if not isinstance(extra.value, dict):
             raise CheckpointCorruptError(f"the extra of {folder} is not a mapping")
@@ -219,15 +218,17 @@ def read(
     reader: DataReader,
     manifest: Manifest,
     wanted: Mapping[str, torch.Tensor],
-    rank: int,
-    num_ranks: int,
+    ranks: Ranks,
+    *,
+    is_checked: bool,
 ) -> Iterator[Arrival]:
-    """Check this rank's share of the bytes, and read its part of the wanted tensors.
+    """Read this rank's part of the wanted tensors, and check its share of the bytes.
 
     Args:
-        num_ranks: among which the check is divided; 0: it has been done.
+        ranks: among which the check is divided. They hear that this one goes on with it.
+        is_checked: all bytes have been checked.
     """
-    own = shares(manifest, rank, num_ranks) if num_ranks else []
+    own = [] if is_checked else shares(manifest, ranks.rank, ranks.size)
     mine = {span: label for span, label in own if span.length}
 
     def boxes(name: str, chunk: Chunk) -> Boxes:
@@ -236,7 +237,7 @@ def read(
         return _Source(reader, name, dtype, chunk, is_mine=is_mine).box
 
     yield from arrivals(manifest, wanted, boxes)
-    for span in sorted(mine, key=lambda span: (span.file, span.offset)):
+    for span in ranks.going_on(sorted(mine, key=lambda span: (span.file, span.offset))):
         reader.check(span, mine[span])
 
 

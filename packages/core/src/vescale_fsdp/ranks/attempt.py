@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from vescale_fsdp import compat
+from vescale_fsdp.ranks.limits import delta
 
 PLACE = "vescale_fsdp/attempt"
 _POLL_S, _LONGEST_POLL_S = 0.001, 0.05  # at first, and after some that were in vain
@@ -96,7 +96,7 @@ def agree_on_name(store: Any, place: str, rank: int, size: int, timeout_s: float
     number = store.add(f"{place}/num_asked", 1)
     store.set(f"{place}/asked/{number}", token)
     try:
-        compat.store_wait(store, f"{place}/{token}", timeout_s)
+        store.wait([f"{place}/{token}"], delta(timeout_s))
     except dist.DistStoreError as error:
         raise AbsentError([0], timeout_s) from error
     name = str(store.get(f"{place}/{token}").decode())

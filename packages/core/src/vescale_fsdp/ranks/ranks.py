@@ -125,7 +125,7 @@ def over(ranks: dist.ProcessGroup | Sequence[int]) -> Ranks:
     known = _KNOWN.setdefault(world, {})
     if numbers not in known:
         known[numbers] = Ranks(numbers if not is_fake() else (), dist.get_rank())
-    if group is not None and known[numbers].group is None:
+    if group is not None and known[numbers].group is not group:  # several may have these ranks
         known[numbers].use(group)
     return known[numbers]
 
@@ -255,8 +255,6 @@ class Ranks:
         deadline = time.monotonic() + within_s
         try:
             store = self.store(within_s)
-            if topic == _STEP:
-                self.tell(f"{_STEP}/{self._turns[_STEP]}", value["step"])
             return self._round(store, topic, value, merge, finish, deadline, within_s)
         except AbsentError as error:
             what, where = f"compare the {topic}", notes.where()
@@ -276,6 +274,8 @@ class Ranks:
             return [json.loads(each) for each in store.multi_get(keys)]
 
         try:
+            if topic == _STEP:
+                self.tell(f"{_STEP}/{self._turns[_STEP] - 1}", value["step"])
             if children:
                 store.set(f"{place}/{self.rank}/here", "")
                 theirs = read([f"{place}/{child}" for child in children])
@@ -332,7 +332,7 @@ class Ranks:
             "rank. Its log says which"
         )
         note, groups = f"gave up {where}: {text}", [] if group is None else [group]
-        others = waits.report(self._ranks, note, groups)
+        others = waits.report(self._ranks, note, groups, f"rank {self._me} {note}")
         advice = waits.advice(timed_out=True)
         return RankMismatchError(f"{text}. Rank {self._me} is {where}. {others} {advice}")
 
@@ -457,7 +457,8 @@ class Ranks:
             except RuntimeError as error:
                 raise own or self._gone(0, what, error) from error
             # The reply shows that all has arrived that was sent before.
-            self._sent = [self._isend(torch.zeros(1), 0, self._tag + 1)]
+            with contextlib.suppress(RuntimeError):  # the first rank has died since
+                self._sent = [self._isend(torch.zeros(1), 0, self._tag + 1)]
         answer, fault = reply
         if fault is not None:
             raise own or _error_of(fault)
@@ -585,12 +586,14 @@ class Ranks:
 
     def _end(self, work: Any, data: torch.Tensor, seconds: float) -> None:
         """Wait for a receive into ``data``."""
-        _LATE.append(data)  # gloo may still write to it after the time is over
-        if math.isinf(seconds):
-            work.wait()  # the timeout of the group
-        else:
-            work.wait(delta(seconds))
-        _LATE.pop()
+        try:
+            if math.isinf(seconds):
+                work.wait()  # the timeout of the group
+            else:
+                work.wait(delta(seconds))
+        except RuntimeError:
+            _LATE.append(data)  # gloo may still write to it after the time is over
+            raise
 
     def _gone(self, rank: int, what: str, error: RuntimeError) -> RankMismatchError:
         if "timed out" in str(error).lower():

@@ -97,10 +97,10 @@ class Waiting:
         self._is_noted = self._is_told = False
 
     def __enter__(self) -> None:
-        self._since, self._doing = time.monotonic(), (notes.here.subject or self._what)
-        _waits[threading.get_ident()] = self
         if _watcher is None:
             _start_watcher()
+        self._since, self._doing = time.monotonic(), (notes.here.subject or self._what)
+        _waits[threading.get_ident()] = self
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         del _waits[threading.get_ident()]
@@ -122,8 +122,8 @@ class Waiting:
         seconds, doing = time.monotonic() - self._since, f"{self._doing}, {notes.where()}"
         if seconds > long_s and not self._is_noted:
             with _writing:  # a note must not be written after it was erased
+                self._is_noted = True  # before it looks: a wait that ends now erases it, or is seen
                 if self in _waits.values():
-                    self._is_noted = True
                     notes.write(self._ranks(), f"waits for {doing}")
         if seconds > watchdog and not self._is_told:
             self._is_told, me = True, dist.get_rank()
@@ -142,6 +142,7 @@ _watcher: threading.Thread | None = None
 
 def _start_watcher() -> None:
     global _watcher
+    watchdog_s()  # raises here, not in the thread
     _watcher = threading.Thread(target=_watch, name="vescale-fsdp watcher", daemon=True)
     _watcher.start()
 
@@ -311,17 +312,22 @@ def failure(
     return RankMismatchError(text if timed_out else f"{text} (gloo says: {error})")
 
 
-def report(ranks: Sequence[int], note: str, groups: Iterable[dist.ProcessGroup] = ()) -> str:
+def report(
+    ranks: Sequence[int], note: str, groups: Iterable[dist.ProcessGroup] = (), why: str = ""
+) -> str:
     """Write a note, `abort`, and return a text for an error.
 
     The text says what this rank finished last, and what the others of ``ranks`` do.
+
+    Args:
+        why: for waits that begin later. Empty: the caller remembers it.
     """
     last, me = notes.last(), dist.get_rank()
     notes.write(ranks, note)
     # Logged before: where another rank waits in a collective of the user, closing ends its process,
     # and the launcher may end this one before it has raised.
     _log.error("rank %d %s. %s.", me, note, TOGETHER)
-    abort("", groups)
+    abort(why, groups)
     return f"{last} The others: {notes.of([rank for rank in ranks if rank != me])}."
 
 
