@@ -187,8 +187,8 @@ def in_the_main_process(folder: Path, what: str) -> str:
             elif acc.is_main_process and what == "save by get_state_dict":
                 acc.get_state_dict(script.model)
             elif acc.is_main_process and what == "save by a Trainer":
-                plugin = SimpleNamespace(_plugin=acc.state.fsdp_plugin)
-                trainer.VeScaleTrainer.save_model(plugin, str(folder))
+                stub = SimpleNamespace(accelerator=acc)
+                trainer.VeScaleTrainer.save_model(stub, str(folder))
             elif acc.is_main_process:
                 acc.load_state(folder)
             script.step()

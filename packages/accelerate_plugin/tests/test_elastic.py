@@ -438,3 +438,13 @@ def test_it_is_not_loaded_unless_it_is_asked_for() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_another_callback_may_have_an_attribute_repeat(tmp_path: Path) -> None:
+    class Repeats(transformers.TrainerCallback):
+        repeat = 3
+
+    from vescale_fsdp_accelerate import trainer
+
+    ours = vescale_fsdp_accelerate.ElasticCallback(tmp_path, global_batch=2)
+    assert [trainer._is_elastic(each) for each in (Repeats(), ours)] == [False, True]

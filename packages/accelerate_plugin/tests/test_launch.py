@@ -89,6 +89,20 @@ def test_a_script_may_import_transformers_before_all_else(config: Path, tmp_path
     assert reports(done) == [["VeScaleAccelerator", "VeScaleTrainer", "VeScaleTrainer"]]
 
 
+def test_a_worker_may_import_our_file_of_the_trainer_first(config: Path, tmp_path: Path) -> None:
+    """As when a Trainer is unpickled in a process that has not imported transformers."""
+    script = tmp_path / "unpickled.py"
+    script.write_text(
+        "from vescale_fsdp_accelerate.trainer import VeScaleTrainer\n"
+        "import json, transformers\n"
+        "found = [transformers.Trainer is VeScaleTrainer]\n"
+        "found += [issubclass(transformers.Seq2SeqTrainer, VeScaleTrainer)]\n"
+        "print('REPORT', json.dumps(found))\n"
+    )
+    done = launch("--config", str(config), "--num_processes", "1", str(script))
+    assert reports(done) == [[True, True]]
+
+
 def test_the_runner_needs_no_hook(config: Path) -> None:
     runner = ("-m", "vescale_fsdp_accelerate.run", SCRIPT, "--lr", "1")
     done = launch("--config_file", str(config), *runner, TORCH_DEVICE_BACKEND_AUTOLOAD="0")

@@ -73,6 +73,26 @@ def test_the_yaml_is_found_in_the_launchers_own_words(
         assert left[left.index("--config_file") + 1] == str(tmp_path / "vescale.yaml")
 
 
+@pytest.mark.parametrize(
+    ("program", "words", "is_found"),
+    [
+        ("/bin/trl", "sft --accelerate_config YAML --lr 1", True),
+        ("/bin/trl", "sft --accelerate_config", False),
+        ("/bin/trl", "sft --accelerate_config fsdp2", False),  # a name, which is of trl
+        ("train.py", "sft --accelerate_config YAML", False),
+    ],
+)
+def test_the_yaml_of_trls_own_command_is_looked_at(
+    program: str, words: str, is_found: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vescale.yaml").write_text(OURS)
+    given = words.replace("YAML", str(tmp_path / "vescale.yaml")).split()
+    monkeypatch.setattr(sys, "argv", [program, *given])
+    launching.look(launcher)
+    assert sys.argv[1:] == given
+    assert hasattr(launcher.launch_command, "__wrapped__") == is_found
+
+
 def test_the_default_yaml_is_looked_at_where_none_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

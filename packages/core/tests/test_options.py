@@ -87,6 +87,10 @@ def test_a_value_becomes_an_argument(name: str, value: object, expected: object)
         ("budget", "much", "budget: 'much' does not work; accepted: 10GiB"),
         ("replicas", True, "replicas: True does not work; accepted: an int of at least 1"),
         ("replicas", 0, "replicas: 0 does not work"),
+        ("replicas", "", "replicas: '' does not work"),  # a template's variable that was not set
+        ("sealed", "", "sealed: '' does not work"),
+        ("budget", "", "budget: '' does not work"),
+        ("granularity", "", "granularity: '' does not work"),
         ("sealed", "yes", "sealed: 'yes' does not work; accepted: true or false"),
     ],
 )  # fmt: skip

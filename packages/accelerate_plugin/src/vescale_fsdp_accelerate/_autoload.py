@@ -103,13 +103,22 @@ def replace_trainers() -> None:
 
 
 def _replace_trainer(module: ModuleType) -> None:
-    ours = import_module("vescale_fsdp_accelerate.trainer")
-    module.Trainer = ours.VeScaleTrainer  # type: ignore[attr-defined]
+    _give(module, "Trainer", "vescale_fsdp_accelerate.trainer", "VeScaleTrainer")
 
 
 def _replace_seq2seq(module: ModuleType) -> None:
-    ours = import_module("vescale_fsdp_accelerate.seq2seq")
-    module.Seq2SeqTrainer = ours.VeScaleSeq2SeqTrainer  # type: ignore[attr-defined]
+    _give(module, "Seq2SeqTrainer", "vescale_fsdp_accelerate.seq2seq", "VeScaleSeq2SeqTrainer")
+
+
+def _give(module: ModuleType, name: str, home: str, own: str) -> None:
+    """Give a name to our class, when ``home``, which may be what imports the module, has made it.
+
+    Unpickling a Trainer in another process imports our file first.
+    """
+    from vescale_fsdp_hook import when_imported
+
+    import_module(home)
+    when_imported(home, lambda ours: setattr(module, name, getattr(ours, own)))
 
 
 def _join_on_cpu(partial_state: Any) -> None:

@@ -19,6 +19,7 @@ from vescale_fsdp_accelerate import options
 __all__ = ["check_config", "look"]
 
 _CONFIG_FILE = ("--config_file", "--config-file", "--config")
+_OF_TRL = "--accelerate_config"  # trl sft --accelerate_config vescale.yaml: it calls the launcher
 _OTHER_ENGINES = ("use_deepspeed", "use_megatron_lm", "tpu")
 
 
@@ -59,6 +60,8 @@ def _named(module: ModuleType) -> tuple[int | None, str]:
             return place, value if is_whole else "".join(sys.argv[place + 1 : place + 2])
         takes_none = name not in known or known[name].nargs == 0
         place += 1 if is_whole or takes_none else 2
+    if os.path.basename(sys.argv[0]) == "trl" and _OF_TRL in sys.argv[2:-1]:
+        return None, sys.argv[sys.argv.index(_OF_TRL) + 1]
     return None, module.default_config_file
 
 

@@ -53,11 +53,6 @@ class VeScaleTrainer(Trainer):
     model: Any
     state: Any
 
-    @property
-    def _plugin(self) -> VeScaleFSDPPlugin | None:
-        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
-        return plugin if isinstance(plugin, VeScaleFSDPPlugin) else None
-
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Train; in the loop of an `ElasticCallback`, if there is one."""
 
@@ -65,7 +60,7 @@ class VeScaleTrainer(Trainer):
             return super(VeScaleTrainer, self)._inner_training_loop(*args, **kwargs)
 
         for each in self.callback_handler.callbacks:
-            if hasattr(each, "repeat") and self._plugin is not None:
+            if _is_elastic(each) and _plugin_of(self) is not None:
                 return each.repeat(self, train)
         return train()
 
@@ -79,7 +74,7 @@ class VeScaleTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a model for ``from_pretrained``. Collective: all see the files afterwards."""
-        plugin = self._plugin
+        plugin = _plugin_of(self)
         if plugin is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -105,7 +100,7 @@ class VeScaleTrainer(Trainer):
     # The Trainer's own methods call functions of Accelerate for torch's FSDP.
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self._plugin is None:
+        if _plugin_of(self) is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
         checkpoints.save_model(self.accelerator, self.model, output_dir, adapter_only=True)
@@ -114,7 +109,7 @@ class VeScaleTrainer(Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, _SCHEDULE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self._plugin is None or checkpoint is None:
+        if _plugin_of(self) is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         schedule = Path(checkpoint, _SCHEDULE)
@@ -125,18 +120,30 @@ class VeScaleTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         is_there = _has(resume_from_checkpoint, "pytorch_model*", "model.safetensors")
-        if self._plugin is None or not is_there:
+        if _plugin_of(self) is None or not is_there:
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # adapters' files
             return
         own = self.model if model is None else model
         checkpoints.load_model(self.accelerator, own, resume_from_checkpoint, adapter_only=True)
 
     def _load_best_model(self) -> None:
-        if self._plugin is None:
+        if _plugin_of(self) is None:
             super()._load_best_model()
             return
         best = self.state.best_model_checkpoint
         checkpoints.load_model(self.accelerator, self.model, best, adapter_only=True)
+
+
+def _plugin_of(trainer: Any) -> VeScaleFSDPPlugin | None:
+    """Return our plug-in, if the Trainer has it. No attribute: scripts derive from the class."""
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    return plugin if isinstance(plugin, VeScaleFSDPPlugin) else None
+
+
+def _is_elastic(callback: Any) -> bool:
+    """Whether it is an `ElasticCallback`, which is loaded only if a script has asked for it."""
+    home = sys.modules.get("vescale_fsdp_accelerate.elastic.callback")
+    return home is not None and isinstance(callback, home.ElasticCallback)
 
 
 def _has(folder: str, *patterns: str) -> bool:

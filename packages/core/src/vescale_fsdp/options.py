@@ -43,6 +43,9 @@ __all__ = [
 ]
 
 
+_NO_WORD = r"(?!)"  # it matches nothing, also not the empty word
+
+
 @dataclass(frozen=True)
 class Kind:
     """What an option accepts.
@@ -53,7 +56,7 @@ class Kind:
             if there is more to say than what is accepted. None: only words are accepted.
     """
 
-    words: str = ""
+    words: str = _NO_WORD
     parse: Callable[[Any], Any] | None = None
 
 
@@ -128,7 +131,7 @@ def one_of(*words: str) -> Kind:
     return Kind("|".join(map(re.escape, words)))
 
 
-def only(accepts: Callable[[Any], bool], words: str = "") -> Kind:
+def only(accepts: Callable[[Any], bool], words: str = _NO_WORD) -> Kind:
     """A value that the function accepts, or one of the words of a regular expression."""
 
     def parse(value: Any) -> Any:

@@ -92,3 +92,17 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.Monk
     Place(path).replace_by(new)
     assert path.read_text() == "2"
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_a_link_to_what_is_gone_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.symlink_to(tmp_path / "pruned.ckpt")
+    assert Place(path).exists
+    assert not Place(path).fs.ls(path)
+    save(path, "1")
+    assert (path / "data").read_text() == "1"
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    path.rename(tmp_path / "pruned.ckpt")
+    path.symlink_to("nowhere")
+    Place(path).remove()
+    assert os.listdir(tmp_path) == ["pruned.ckpt"]

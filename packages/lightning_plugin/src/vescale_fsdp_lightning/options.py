@@ -221,7 +221,6 @@ class Options:
                 f"{self.activation_checkpointing!r}): both say what is recomputed; use one of them"
             )
         mesh = self.device_mesh
-        mesh = self.device_mesh
         if isinstance(mesh, DeviceMesh):
             _check_names(mesh)
         if isinstance(mesh, DeviceMesh) and self.tensor_parallel_size > 1:

@@ -29,14 +29,14 @@ SEALS = (NAME, ".metadata")
 class LocalFiles:
     """The local file system, with the names of fsspec's methods."""
 
-    exists = staticmethod(os.path.exists)
+    exists = staticmethod(os.path.lexists)  # also a link to what is gone: it is in the way
     isfile = staticmethod(os.path.isfile)
     makedirs = staticmethod(os.makedirs)
 
     def ls(self, path: str, detail: bool = False) -> list[str]:
-        """The names in a directory."""
+        """The names in a directory; none in a link to what is gone."""
         assert not detail, "only names"
-        return os.listdir(path)
+        return os.listdir(path) if os.path.exists(path) else []
 
     def rm(self, path: str, recursive: bool = False) -> None:
         """Delete a file, a link or, with ``recursive``, a directory."""
