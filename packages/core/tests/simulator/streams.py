@@ -36,7 +36,10 @@ class Event:
         (stream or self._device.current).wait_event(self)
 
     def query(self) -> bool:
+        """Whether it has happened. The device goes on while the host asks again and again."""
         self._device.settle()
+        if not self.flag[0] and self._device.step():
+            self._device.settle()
         return self.flag[0]
 
     def synchronize(self) -> None:
