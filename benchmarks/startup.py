@@ -215,7 +215,7 @@ def _payloads(entries: list[str]) -> dict[str, tuple[Callable[[int], Any], Any]]
     def merge(values: list[dict[str, Any]]) -> dict[str, Any]:
         return merge_records([Record(**each) for each in values]).__dict__
 
-    return {"model": (digest, merge_pairs), "next step": (said, merge)}
+    return {"mesh and model": (digest, merge_pairs), "next step": (said, merge)}
 
 
 def clients(
@@ -251,9 +251,8 @@ def clients(
         rounds = Ranks(range(size), rank, counted, fan_in=fan_in)
         for kind, (payload, merge) in kinds.items():
             said = payload(rank)
-            rounds.exchange(
-                f"begin of {kind}", said, merge, timeout_s=TIMEOUT_S
-            )  # all have started
+            # Now all have started.
+            rounds.exchange(f"begin of {kind}", said, merge, timeout_s=TIMEOUT_S)
             counts.clear()
             ends = [time.monotonic()]
             for _ in range(num_rounds):
@@ -395,12 +394,12 @@ def client_lines(folder: Path = FOLDER) -> tuple[list[str], list[list[str]]]:
         kinds = found["kinds"]
         name_s, step_s = (kinds[kind]["round_s"][1] for kind in ("name", "next step"))
         row = [_number(path), f"{1000 * name_s:,.0f}"]
-        for kind in ("model", "next step"):
+        for kind in ("mesh and model", "next step"):
             least, middle, most = (1000 * seconds for seconds in kinds[kind]["round_s"])
             row.append(f"{middle:,.0f} ({least:,.0f} to {most:,.0f})")
         row.append(f"{kinds['next step']['operations_of_rank_0']:.0f}")
         rows.append([*row, f"{name_s + found['rounds'] * step_s:.2f}"])
-    head = ["clients", "name, ms", "model, ms per round", "next step, ms per round"]
+    head = ["clients", "name, ms", "mesh and model, ms per round", "next step, ms per round"]
     return [*head, "operations of rank 0 per round", "name and first step, s (target: 2)"], rows
 
 

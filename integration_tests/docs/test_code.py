@@ -44,6 +44,8 @@ ASSUMED = {
     "vescale_fsdp.checkpoint.export_dcp": "sharded",
     "vescale_fsdp.generating": "sharded",
     "vescale_fsdp.stream_parameters": "sharded",
+    "vescale_fsdp_lightning.SealedCheckpointIO": "lit",
+    "vescale_fsdp_lightning.load_from_checkpoint": "lit",
 }
 # Checked, and not run: whole pages (None) or single blocks.
 NOT_RUN = {
@@ -65,6 +67,8 @@ NOT_RUN = {
     ("docs/machines.md", 1): "needs several machines",
     ("docs/recipes.md", None): "packages/core/tests/test_recipes.py runs it",
     ("vescale_fsdp.checkpoint.StopOnSignal", 0): "waits for a signal",
+    ("vescale_fsdp_lightning.SealedCheckpointIO", 0): "loads what other blocks do not save",
+    ("vescale_fsdp_lightning.load_from_checkpoint", 0): "loads what other blocks do not save",
 }
 # What torch's and Lightning's annotations do not know: parameters are DTensors; unions.
 OTHERS = re.compile(

@@ -13,6 +13,7 @@ import runpy
 import shlex
 import tomllib
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import accelerate.commands.launch
@@ -24,7 +25,7 @@ from accelerate.commands.config.config_args import ClusterConfig
 from lightning.pytorch import Trainer
 
 from vescale_fsdp.cli import app, main
-from vescale_fsdp_accelerate.options import GUARD, current_fields
+from vescale_fsdp_accelerate.options import GUARD, Options
 from vescale_fsdp_accelerate.yaml_file import check_file
 
 from .blocks import FENCE, ROOT, TEXTS, blocks
@@ -138,7 +139,7 @@ def test_files_of_settings_for_accelerate_have_known_keys(tmp_path: Path) -> Non
         if page == "docs/accelerate.md":
             assert set(yaml.safe_load(text)) <= known
     named = set(re.findall(r"fsdp_vescale_\w+[a-z]", " ".join(TEXTS.values())))
-    assert named <= {f"fsdp_vescale_{field.name}" for field in current_fields()}
+    assert named <= {f"fsdp_vescale_{field.name}" for field in fields(Options)}
 
 
 def test_settings_for_lightning_have_known_keys() -> None:

@@ -31,7 +31,8 @@ class SealedCheckpointIO(_plugins.TorchCheckpointIO):  # type: ignore[misc]
 
     ::
 
-        Trainer(strategy="ddp", plugins=SealedCheckpointIO()).fit(model, ckpt_path="last.ckpt")
+        trainer = Trainer(strategy="ddp", plugins=SealedCheckpointIO())
+        trainer.fit(LitModel(), ckpt_path="last.ckpt")
 
     It saves files, as Lightning's own does.
     """
