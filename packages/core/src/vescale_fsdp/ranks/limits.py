@@ -13,7 +13,7 @@ from vescale_fsdp import devices
 from vescale_fsdp.backends import backend_of, backends_of
 
 VARIABLE, WATCHDOG = "VESCALE_FSDP_TIMEOUT_S", "VESCALE_FSDP_WATCHDOG_S"
-_ON_CPU_S, _LONG_S = 60.0, 600.0
+_ON_CPU_S, _LONG_S, _WORK_S = 60.0, 600.0, 1800.0
 _FOREVER_S = 1e8
 
 
@@ -26,8 +26,8 @@ def limit_s(group: dist.ProcessGroup | None = None, *, may_be_late: bool = False
     Args:
         group: the group whose ranks exchange a message through the store; None for a collective
             on the CPU. The timeout of the group (``init_process_group``) holds if it is shorter.
-        may_be_late: ranks may load data or weights of different sizes before they come, or write
-            files. The timeout of the group is not for that.
+        may_be_late: ranks may load data or weights of different sizes before they come. The timeout
+            of the group is not for that.
 
     Raises:
         ValueError: the variable is not a number of seconds.
@@ -39,6 +39,16 @@ def limit_s(group: dist.ProcessGroup | None = None, *, may_be_late: bool = False
         is_cpu = group is None or {*backends_of(group).values()} == {"gloo"} or _is_cpu_alone()
         limit = _ON_CPU_S if is_cpu and not may_be_late else _LONG_S
     return limit if may_be_late else shorter(limit, group)
+
+
+def work_limit_s() -> float:
+    """The seconds that a rank's work may take without a sign of life; ``inf`` for no limit.
+
+    Without the variable half an hour, as torch's groups have: a call that writes a large file gives
+    no sign before its end.
+    """
+    text = os.environ.get(VARIABLE)
+    return _parsed(text, VARIABLE) if text else _WORK_S
 
 
 def shorter(limit: float, group: dist.ProcessGroup | None) -> float:

@@ -53,7 +53,7 @@ from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.ranks import notes, waits
 from vescale_fsdp.ranks.attempt import PLACE, AbsentError, agree_on_name
 from vescale_fsdp.ranks.collectives import new_gloo_group
-from vescale_fsdp.ranks.limits import delta, limit_s
+from vescale_fsdp.ranks.limits import delta, limit_s, work_limit_s
 
 FAN_IN = 16
 MAX_NAMED = 16  # of ranks that are absent: to look for each costs the store a few messages
@@ -428,7 +428,7 @@ class Ranks:
             combine: gets the results of all ranks, in order; returns an answer for each, as JSON.
                 Called on rank 0 only. None: there is no answer.
             timeout_s: a rank that has not come, nor called `still`, for so long is an error. None:
-                the limit for ranks that may be late.
+                `work_limit_s`.
             give_up: called on rank 0 if a rank has failed, before any rank raises.
 
         Returns:
@@ -438,7 +438,7 @@ class Ranks:
             RankMismatchError: a rank has died, or did not come in time.
         """
         timeout_s = self._within_s if timeout_s is None else timeout_s
-        self._limit_s = limit_s(may_be_late=True) if timeout_s is None else timeout_s
+        self._limit_s = work_limit_s() if timeout_s is None else timeout_s
         self._connect(what, self._limit_s)
         self._told = time.monotonic()
         value, own = _attempt(work)
@@ -525,8 +525,8 @@ class Ranks:
     ) -> tuple[list[Any], Exception | None]:
         """Return the reply for each rank, ``[answer, fault]``, and the error of ``combine``."""
         values, faults = [value], [fault]
-        if self.size > 2:
-            self._tell_still()  # the others may have waited for long
+        if self.size > 1:
+            self._tell_still()  # the others may have waited for long, and `combine` may take long
         for rank in range(1, self.size):
             self.still()
             try:
