@@ -24,7 +24,7 @@ PACKAGE = "vescale_fsdp.checkpoint"
 FOLDER = Path(next(iter(vescale_fsdp.checkpoint.__path__)))
 PICKLES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
-LOADING = {"encoding", "files", "manifest", "ranks", "safetensors_files", "seal", "targets"}
+LOADING = {"encoding", "files", "manifest", "safetensors_files", "seal", "targets"}
 CALLS = {"loads", "Unpickler", "load_module"}
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, DBuffer
 from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks
@@ -59,8 +58,8 @@ def check(in_place: bool) -> None:
     groups = dist.new_group(), dist.new_group()
     comm, gather = Comm(*groups, rank, WORLD_SIZE, "native"), Gather()
     with (
-        mock.patch.object(compat, "uses_symmetric_memory", return_value=in_place),
-        mock.patch.object(compat, "symmetric_memory", symmetric),
+        mock.patch.object(collectives, "uses_symmetric_memory", return_value=in_place),
+        mock.patch.object(collectives, "symmetric_memory", symmetric),
     ):
         for _ in range(2):
             work = comm.start_gather(buffer, custom=gather)

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from vescale_fsdp import Budget, fully_shard, tuning_of
 from vescale_fsdp.testing import run_ranks
+from vescale_fsdp.testing.nccl import nccl_group
 
-from ..simulator.nccl import nccl_group
 from .models import TinyGPT, gpt_loss, make, tokens_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -23,10 +23,10 @@ from vescale_fsdp import (
     RankMismatchError,
     checkpoint,
     fully_shard,
-    waiting,
 )
 from vescale_fsdp.engine import check_remesh, remesh
 from vescale_fsdp.optim import SOAP, AdamW8bit, Muon, OptimizerGroup, Shampoo, flatten_, offload_
+from vescale_fsdp.ranks import waits
 from vescale_fsdp.testing import run_ranks
 
 WIDTH = 12
@@ -226,7 +226,7 @@ def broken_off(root: Path, where: str) -> tuple[str, list[float]]:
     checkpoint.save(root / "saved", model, optimizer)
     if dist.get_rank() == 3:
         loss = None if where == "forward" else model(torch.ones(3, WIDTH)).sum()
-        waiting.close([], "it leaves")
+        waits.abort("it leaves")
         del loss
         new_world(root, "unused", 0)
         return "", losses

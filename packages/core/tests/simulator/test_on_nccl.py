@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vescale_fsdp.testing import run_ranks
+from vescale_fsdp.testing.nccl import nccl_group
 
-from .nccl import nccl_group
 from .scenarios import ALL_ACTIVATIONS, ALL_STATES, FOUR, NATIVE, TWO, Scenario, host_waits
 
 if not torch.cuda.is_available():

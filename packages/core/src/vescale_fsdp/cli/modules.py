@@ -29,10 +29,12 @@ from vescale_fsdp.errors import PlanError
 
 _MOST_LETTERS = 320  # of the message of an exception
 
-# Folders whose code is not the user's: ours, libraries, and Python's own.
+# Folders whose code is not the user's: ours, libraries (also of another environment below this
+# one), and Python's own.
 _NOT_THE_USERS = (
     str(Path(__file__).parents[1]),
     *{path for name, path in sysconfig.get_paths().items() if name.endswith(("lib", "stdlib"))},
+    *{path for path in sys.path if path.endswith(("site-packages", "dist-packages"))},
 )
 
 # The first of these that accepts a config builds it, unless the config names a class.

@@ -119,7 +119,7 @@ class Engine(Executor):
         described = fingerprint_of(units)
         for axes in self._axes.values():
             late = limit_s(may_be_late=True)
-            entries = [f"mesh {axes!r}", *described]
+            entries = [repr(axes), *described]
             over(axes.ranks).agree("model", entries, _SAME_MODEL, timeout_s=late)
         # Counted by those alone that agree: the others may have counted another mesh.
         world = dist.group.WORLD

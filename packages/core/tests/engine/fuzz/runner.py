@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from vescale_fsdp import checkpoint, clip_grad_norm_, unsharded
 from vescale_fsdp.engine import remesh
 from vescale_fsdp.testing import RankError, run_ranks
+from vescale_fsdp.testing.nccl import nccl_group
 
-from ...simulator.nccl import nccl_group
 from .cases import Case, Step
 from .drawing import draw
 from .habits import CLIPS, Habits

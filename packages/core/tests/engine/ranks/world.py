@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 
 from greenlet import getcurrent, greenlet
@@ -218,11 +219,12 @@ class Simulated(Executor):
     def settle(self, mine: Record, timeout_s: float | None) -> Record:
         def together(said: list[object]) -> object:
             half = (len(said) + 1) // 2  # as along a tree
-            records = [Record.from_json(text) for text in map(str, said)]
+            records = [Record(**json.loads(str(text))) for text in said]
             parts = [merge(part) for part in (records[:half], records[half:]) if part]
-            return merge(parts).to_json()
+            return json.dumps(merge(parts).__dict__)
 
-        found = Record.from_json(str(self.world.everyone(self.rank, mine.to_json(), together)))
+        text = self.world.everyone(self.rank, json.dumps(mine.__dict__), together)
+        found = Record(**json.loads(str(text)))
         if found.wrong:
             raise Mismatch(found.wrong)
         return found
