@@ -365,6 +365,8 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
+        if not self._event.query():
+            self._device.step()  # it goes on while the host asks again and again
         return self._event.query()
 
 
