@@ -187,7 +187,8 @@ def in_the_main_process(folder: Path, what: str) -> str:
             elif acc.is_main_process and what == "save by get_state_dict":
                 acc.get_state_dict(script.model)
             elif acc.is_main_process and what == "save by a Trainer":
-                trainer._save(SimpleNamespace(), acc.state.fsdp_plugin, str(folder), False)
+                plugin = SimpleNamespace(_plugin=acc.state.fsdp_plugin)
+                trainer.VeScaleTrainer.save_model(plugin, str(folder))
             elif acc.is_main_process:
                 acc.load_state(folder)
             script.step()
