@@ -60,7 +60,7 @@ def test_what_comes_from_another_device_is_cast_after_it_has_moved(
         assert options == {"non_blocking": True}
         return original(target, source)
 
-    monkeypatch.setattr(transfers, "is_same", lambda one, other: False)
+    monkeypatch.setattr(devices, "is_same", lambda one, other: False)
     monkeypatch.setattr(Tensor, "copy_", noting)
     target = torch.zeros(3, dtype=torch.bfloat16)
     transfers.copy_async(target, torch.ones(3))

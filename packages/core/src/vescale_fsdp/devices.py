@@ -26,8 +26,8 @@ Tasks on the copy stream keep to the rule in two ways:
 * The caller of a task waits for the task's result before a buffer that the task uses is freed.
 
 Nothing else in this package names ``torch.cuda``, ``torch.accelerator``, ``is_pinned`` or
-``get_device_module``; a test checks this (tests/test_devices.py). So a simulator of streams has one
-thing to replace (`stand_in`). The alternatives are in docs/design/cuda.md.
+``get_device_module``; a test checks this (tests/test_devices.py). So a simulator of streams can
+replace functions of this module alone. The alternatives are in docs/design/cuda.md.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ import torch.distributed as dist
 
 _HIGH_PRIORITY = -1  # all-gathers wait for these short kernels, so they run before a long one ends
 _NOTHING = nullcontext()
-_STAND_INS: dict[str, Any] = {}
 
 
 class Waitable(Protocol):
@@ -95,25 +94,7 @@ def allocated_at_most(device: torch.device, run: Callable[[], object]) -> int:
 
 def module_of(device: torch.device) -> Any:
     """Torch's module for a device with streams, for example ``torch.cuda``; else None."""
-    found = _STAND_INS.get(device.type)
-    if found is not None or device.type in ("cpu", "meta"):
-        return found
-    return torch.get_device_module(device)
-
-
-@contextmanager
-def stand_in(device_type: str, module: Any) -> Iterator[None]:
-    """A context in which ``module`` replaces torch's module for a device type. For simulators."""
-    before = _STAND_INS.get(device_type)
-    _STAND_INS[device_type] = module
-    side_stream.cache_clear()
-    try:
-        yield
-    finally:
-        del _STAND_INS[device_type]
-        if before is not None:
-            _STAND_INS[device_type] = before
-        side_stream.cache_clear()
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
 
 
 # Which devices there are
@@ -121,7 +102,7 @@ def stand_in(device_type: str, module: Any) -> Iterator[None]:
 
 def has_accelerator() -> bool:
     """Whether this machine has an accelerator that torch can use."""
-    return bool(_STAND_INS) or torch.accelerator.is_available()
+    return torch.accelerator.is_available()
 
 
 def accelerator_type(*, warns: bool = False) -> str | None:
@@ -147,7 +128,7 @@ def current_device(device_type: str) -> torch.device:
     if device_type == "cpu":
         return torch.device("cpu")
     module = torch.get_device_module(device_type)
-    if not (device_type in _STAND_INS or module.is_available()):
+    if not module.is_available():
         raise ValueError(
             f"the mesh is of {device_type!r} devices, and torch {torch.__version__} finds none on "
             "this machine. On CPUs leave mesh out, or make it with init_device_mesh('cpu', ...); "
@@ -217,7 +198,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 def has_streams(device: torch.device) -> bool:
     """Whether work on ``device`` is queued on streams."""
-    return device.type in _STAND_INS or device.type not in ("cpu", "meta")
+    return device.type not in ("cpu", "meta")
 
 
 def current_stream(device: torch.device) -> Any:
@@ -390,8 +371,7 @@ class Users:
 
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Whether a tensor is in the host's memory."""
-    module = _STAND_INS.get(tensor.device.type)
-    return bool(module.is_on_host(tensor)) if module is not None else tensor.device.type == "cpu"
+    return tensor.device.type == "cpu"
 
 
 def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -415,10 +395,6 @@ def empty(
 
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, pins: bool = False) -> torch.Tensor:
     """An uninitialised tensor in the host's memory, which may be pinned."""
-    module = _STAND_INS.get("cpu")
-    if module is not None:
-        made: torch.Tensor = module.empty_on_host(shape, dtype)
-        return made
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pins)
 
 
@@ -429,28 +405,17 @@ def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def pinned_numbers(values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A flat tensor of numbers in pinned memory of the host."""
-    module = _STAND_INS.get("cpu")
-    if module is not None:
-        made: torch.Tensor = module.tensor_on_host(values, dtype)
-        return made
     return empty_pinned((len(values),), dtype).copy_(torch.tensor(values, dtype=dtype))
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Whether a CPU tensor is in pinned memory: copies to and from an accelerator are async."""
-    module = _STAND_INS.get("cpu")
-    return bool(module.is_on_host(tensor)) if module is not None else tensor.is_pinned()
+    return tensor.is_pinned()
 
 
 def pinned(tensor: torch.Tensor) -> torch.Tensor:
     """A CPU tensor in pinned memory. It is copied if it is not pinned yet."""
-    if is_pinned(tensor):
-        return tensor
-    return tensor.pin_memory() if not _STAND_INS else _empty_pinned_like(tensor)
-
-
-def _empty_pinned_like(tensor: torch.Tensor) -> torch.Tensor:
-    return empty_pinned(tensor.shape, tensor.dtype).copy_(tensor)
+    return tensor if is_pinned(tensor) else tensor.pin_memory()
 
 
 def private_memory(device: torch.device) -> AbstractContextManager[None]:
@@ -459,10 +424,6 @@ def private_memory(device: torch.device) -> AbstractContextManager[None]:
     Full buffers have few sizes and are often freed. Between activations they would leave holes,
     which allocations of other sizes would fragment. Does nothing on devices other than CUDA.
     """
-    module = _STAND_INS.get(device.type)
-    if module is not None:
-        entered: AbstractContextManager[None] = module.private_memory()
-        return entered
     if device.type != "cuda":
         return _NOTHING
     return allocating_in(_memory_pool(device), device)

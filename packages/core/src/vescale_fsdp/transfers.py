@@ -18,27 +18,16 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp.devices import (
-    current_stream,
-    empty_on_host,
-    empty_pinned,
-    has_streams,
-    is_on_host,
-    is_same,
-    module_of,
-    pinned_numbers,
-    side_stream,
-    wait_event,
-)
+from vescale_fsdp import devices
 
 _STAGED_BYTES, _STAGED_ALIGNMENT = 64 << 20, 64
 
 
 def brought_to(target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """``source`` on the device of ``target``. If it has to be copied, the host waits."""
-    if is_same(target, source):
+    if devices.is_same(target, source):
         return source
-    if is_on_host(target):
+    if devices.is_on_host(target):
         return on_host(source)
     return torch.empty_like(source, device=target.device).copy_(source)
 
@@ -51,7 +40,7 @@ def copy_async(target: torch.Tensor, source: torch.Tensor) -> None:
 
     Memory in that case: a temporary tensor of the size of ``source`` on the target's device.
     """
-    if not is_same(source, target) and source.dtype != target.dtype:
+    if not devices.is_same(source, target) and source.dtype != target.dtype:
         moved = torch.empty(source.shape, dtype=source.dtype, device=target.device)
         source = moved.copy_(source, non_blocking=True)
     target.copy_(source, non_blocking=True)
@@ -59,9 +48,9 @@ def copy_async(target: torch.Tensor, source: torch.Tensor) -> None:
 
 def from_host(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A flat tensor of numbers from the host. The host does not wait for the device."""
-    if not has_streams(device):
+    if not devices.has_streams(device):
         return torch.tensor(values, dtype=dtype, device=device)
-    staged = pinned_numbers(values, dtype)
+    staged = devices.pinned_numbers(values, dtype)
     return torch.empty(len(values), dtype=dtype, device=device).copy_(staged, non_blocking=True)
 
 
@@ -86,7 +75,7 @@ class Arrival:
     def release(self) -> None:
         """Free the source. The current stream, which frees it, first waits for the copy."""
         if self._source is not None:
-            wait_event(self._source.device, self._event)
+            devices.wait_event(self._source.device, self._event)
             self._source = None
 
 
@@ -103,9 +92,9 @@ def moved_to_host(source: torch.Tensor) -> Arrival:
     former = _LAST.pop(device, None)
     if former is not None:
         former.release()
-    module = module_of(device)
-    value = empty_pinned(source.shape, source.dtype)
-    stream = side_stream(device, "to the host")
+    module = devices.module_of(device)
+    value = devices.empty_pinned(source.shape, source.dtype)
+    stream = devices.side_stream(device, "to the host")
     stream.wait_stream(module.current_stream(device))
     with module.stream(stream):
         value.copy_(source, non_blocking=True)
@@ -133,7 +122,9 @@ class Copies:
         cls, sources: Sequence[torch.Tensor], into: Sequence[torch.Tensor] | None = None
     ) -> Copies:
         """Start to copy tensors of one device to pinned memory: new memory, or that of ``into``."""
-        made = list(into or [empty_pinned(source.shape, source.dtype) for source in sources])
+        made = list(
+            into or [devices.empty_pinned(source.shape, source.dtype) for source in sources]
+        )
         device = sources[0].device
         return cls(made, device, _copied(made, sources, device, "to the host"))
 
@@ -151,7 +142,7 @@ class Copies:
     def wait(self) -> None:
         """Let the current stream wait for the copies."""
         self._is_awaited = True
-        wait_event(self._device, self._event)
+        devices.wait_event(self._device, self._event)
 
     def synchronize(self) -> None:
         """Keep the host, and the current stream, waiting until they are made."""
@@ -166,7 +157,7 @@ def _copied(
     use: str,
 ) -> Any:
     """Copy on the stream for this use, after what is queued so far. Returns the event after it."""
-    module, stream = module_of(device), side_stream(device, use)
+    module, stream = devices.module_of(device), devices.side_stream(device, use)
     stream.wait_stream(module.current_stream(device))
     with module.stream(stream):
         for target, source in zip(targets, sources, strict=True):
@@ -176,9 +167,9 @@ def _copied(
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous CPU tensor with the same elements. If ``tensor`` is one, the same memory."""
-    if is_on_host(tensor):
+    if devices.is_on_host(tensor):
         return tensor.contiguous()
-    return empty_on_host(tensor.shape, tensor.dtype).copy_(tensor)
+    return devices.empty_on_host(tensor.shape, tensor.dtype).copy_(tensor)
 
 
 class Staging:
@@ -194,12 +185,12 @@ class Staging:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A contiguous copy. Do not read it before `wait`."""
-        if is_on_host(tensor):
+        if devices.is_on_host(tensor):
             return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format).contiguous()
         num_bytes = tensor.numel() * tensor.dtype.itemsize
         size = -(-num_bytes // _STAGED_ALIGNMENT) * _STAGED_ALIGNMENT
         if size > len(self._slab):
-            self._slab = empty_pinned((max(size, _STAGED_BYTES),), torch.uint8)
+            self._slab = devices.empty_pinned((max(size, _STAGED_BYTES),), torch.uint8)
         place, self._slab = self._slab[:num_bytes], self._slab[size:]
         staged = place.view(tensor.dtype).view(tensor.shape)
         staged.copy_(tensor, non_blocking=True)
@@ -209,4 +200,4 @@ class Staging:
     def wait(self) -> None:
         """Let the host wait until all copies have ended."""
         for device in self._devices:
-            current_stream(device).record_event().synchronize()
+            devices.current_stream(device).record_event().synchronize()

@@ -45,7 +45,7 @@ class Simulator(TorchDispatchMode):
     is. What existed before is copied to the arena at its first use. Tensors made by
     `devices.empty(pins=True)`, and what operators make of those alone, are of the host.
 
-    It stands for the device's module too (`devices.stand_in`).
+    It stands for the device's module too (`stand_in`).
 
     Args:
         options: as of `Device`.
@@ -80,12 +80,6 @@ class Simulator(TorchDispatchMode):
     def stream(self, stream: Stream) -> Iterator[None]:
         with stream:
             yield
-
-    def is_available(self) -> bool:
-        return True
-
-    def current_device(self) -> int:
-        return 0
 
     @contextmanager
     def private_memory(self) -> Iterator[None]:
@@ -365,6 +359,8 @@ class Work:
         return True
 
     def is_completed(self) -> bool:
+        if not self._event.query():
+            self._device.step()  # it goes on while the host asks again and again
         return self._event.query()
 
 
@@ -430,5 +426,35 @@ def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator
         patch(Tensor, "tolist", lambda tensor: simulator.to_list(tensor))
         patch(Tensor, "record_stream", lambda *args: simulator.record_stream(*args))
         stack.enter_context(mock.patch.dict("os.environ", {"VESCALE_FSDP_REDUCE": "native"}))
-        stack.enter_context(devices.stand_in("cpu", simulator))
+        stand_in(simulator, patch)
+        stack.callback(devices.side_stream.cache_clear)
         yield simulator
+
+
+def stand_in(simulator: Simulator, patch: Callable[[Any, str, Any], None]) -> None:
+    """Let the functions of `devices` take the CPU for a device whose module is the simulator."""
+    devices.side_stream.cache_clear()
+    module_of, private_memory = devices.module_of, devices.private_memory
+
+    def is_on_host(tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and simulator.is_on_host(tensor)
+
+    def pinned(tensor: Tensor) -> Tensor:
+        if simulator.is_on_host(tensor):
+            return tensor
+        return simulator.empty_on_host(tensor.shape, tensor.dtype).copy_(tensor)
+
+    for name, new in {
+        "module_of": lambda device: simulator if device.type == "cpu" else module_of(device),
+        "private_memory": lambda device: (
+            simulator.private_memory() if device.type == "cpu" else private_memory(device)
+        ),
+        "has_accelerator": lambda: True,
+        "has_streams": lambda device: device.type != "meta",
+        "is_on_host": is_on_host,
+        "is_pinned": simulator.is_on_host,
+        "empty_on_host": lambda shape, dtype, **_: simulator.empty_on_host(shape, dtype),
+        "pinned_numbers": simulator.tensor_on_host,
+        "pinned": pinned,
+    }.items():
+        patch(devices, name, new)

@@ -243,8 +243,8 @@ class DataReader:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for stream in self._streams.values():
-            stream.close()
+        while self._streams:  # a later `read` opens them again
+            self._streams.popitem()[1].close()
 
     def read(self, span: Span, label: str) -> torch.Tensor:
         """Read a span and check its CRC32. Returns uint8, [length]."""

@@ -7,6 +7,7 @@ formats use the names of `save`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -23,7 +24,6 @@ from vescale_fsdp.checkpoint.manifest import (
     DTYPES,
     NAME,
     Chunk,
-    Manifest,
     TensorEntry,
 )
 from vescale_fsdp.checkpoint.safetensors import manifest_of
@@ -80,20 +80,20 @@ class _Sealed:
 
     def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
         manifest = read_manifest(path)
-        self._reader = stack.enter_context(DataReader(path, manifest.files, advice=""))
+        self.reader = stack.enter_context(DataReader(path, manifest.files, advice=""))
         self.step = manifest.seal.step
         self.texts: dict[str, dict[str, Any]] = {}
         for name, variants in manifest.values.items():
             if name.partition(".")[0] not in ("model", "optimizer", "extra"):
                 continue
             for variant in variants:  # ranks may have saved different parts of the model
-                text = _checked(name, read_text(self._reader, name, variant.span))
+                text = _checked(name, read_text(self.reader, name, variant.span))
                 self.texts[name] = _united(self.texts[name], text) if name in self.texts else text
         wanted = ("model.", "optimizer.", "extra.")
         self.tensors = {n: e for n, e in manifest.tensors.items() if n.startswith(wanted)}
 
     def read(self, name: str, chunk: Chunk) -> torch.Tensor:
-        data = self._reader.read(chunk.span, f"tensor {name!r}")
+        data = self.reader.read(chunk.span, f"tensor {name!r}")
         return data.view(DTYPES[self.tensors[name].dtype]).view(chunk.sizes)
 
 
@@ -224,43 +224,32 @@ def unread_state(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointIncompleteError, CheckpointCorruptError: as `load`, also when a tensor is read.
     """
     folder = Path(path)
-    manifest = read_manifest(folder)
     made: dict[str, UnreadTensor] = {}
+    with contextlib.ExitStack() as stack:
+        source = _Sealed(folder, stack)
+
+    def read_again(name: str) -> torch.Tensor:
+        with source.reader:
+            return _tensor(source, name, path)
 
     def tensor_of(name: str) -> torch.Tensor:
-        entry = manifest.tensors.get(name)
-        if entry is None:
-            raise CheckpointIncompleteError(f"the checkpoint at {path} lacks the tensor {name!r}")
         if name not in made:
-            dtype = DTYPES[entry.dtype]
-            made[name] = UnreadTensor(
-                str(folder), name, entry.shape, dtype, lambda: _read_whole(folder, manifest, name)
-            )
+            entry, read = _entry(source, name, path), functools.partial(read_again, name)
+            made[name] = UnreadTensor(str(folder), name, entry.shape, DTYPES[entry.dtype], read)
         return made[name]
 
-    with open_source(folder) as source:
-        state: dict[str, Any] = encoding.decode(source.texts["model"], tensor_of, "model")
+    state: dict[str, Any] = encoding.decode(source.texts["model"], tensor_of, "model")
     return state
 
 
-def _read_whole(folder: Path, manifest: Manifest, name: str) -> torch.Tensor:
-    with DataReader(folder, manifest.files, advice="") as reader:
-        entry = manifest.tensors[name]
-        return assembled(
-            entry,
-            lambda chunk: (
-                reader.read(chunk.span, f"tensor {name!r}")
-                .view(DTYPES[entry.dtype])
-                .view(chunk.sizes)
-            ),
-        )
+def _entry(source: Source, name: str, path: str | os.PathLike[str]) -> TensorEntry:
+    if name not in source.tensors:
+        raise CheckpointIncompleteError(f"the checkpoint at {path} lacks the tensor {name!r}")
+    return source.tensors[name]
 
 
 def _tensor(source: Source, name: str, path: str | os.PathLike[str]) -> torch.Tensor:
-    entry = source.tensors.get(name)
-    if entry is None:
-        raise CheckpointIncompleteError(f"the checkpoint at {path} lacks the tensor {name!r}")
-    return assembled(entry, lambda chunk: source.read(name, chunk))
+    return assembled(_entry(source, name, path), lambda chunk: source.read(name, chunk))
 
 
 def assembled(entry: TensorEntry, read: Callable[[Chunk], torch.Tensor]) -> torch.Tensor:

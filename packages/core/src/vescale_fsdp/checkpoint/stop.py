@@ -106,18 +106,14 @@ class StopOnSignal:
             if dist.get_world_size() > 1 and not is_fake():
                 self._peers = _Peers(self._tally, timeout_s)
         elif num_processes > 1:
-            self._refuse_early(num_processes)
+            raise RuntimeError(
+                f"this is one of {num_processes} processes, and they are not connected yet: make "
+                "StopOnSignal after torch.distributed.init_process_group"
+            )
         self._replaced = {
             each: signal.signal(each, self._receive) for each in signals or (signal.SIGTERM,)
         }
         atexit.register(self.close)
-
-    @staticmethod
-    def _refuse_early(num_processes: int) -> None:
-        raise RuntimeError(
-            f"this is one of {num_processes} processes, and they are not connected yet: make "
-            "StopOnSignal after torch.distributed.init_process_group"
-        )
 
     def __enter__(self) -> StopOnSignal:
         return self

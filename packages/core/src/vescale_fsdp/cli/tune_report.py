@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -115,10 +114,8 @@ def as_json(problem: Problem, tuning: Tuning, source: str) -> dict[str, Any]:
 
 
 def _prediction(prediction: Prediction) -> dict[str, Any]:
-    candidate = dataclasses.asdict(prediction.candidate)
-    candidate["units"] = _listed(prediction.candidate.units)
     return {
-        "settings": candidate,
+        "settings": dataclasses.asdict(prediction.candidate),
         "words": described(prediction.candidate),
         "step_s": prediction.step_s,
         "seconds": dict(prediction.seconds),
@@ -130,7 +127,3 @@ def _prediction(prediction: Prediction) -> dict[str, Any]:
         | {"total_bytes": prediction.traffic.total_bytes},
         "why_not": prediction.why or None,
     }
-
-
-def _listed(units: Sequence[Sequence[str]]) -> list[list[str]]:
-    return [list(unit) for unit in units]

@@ -40,19 +40,6 @@ class Job(NamedTuple):
     held: Sequence[tuple[int, int]]  # (rank, elements that it holds); replicas hold the same
 
 
-@dataclass(frozen=True)
-class Balance:
-    """The balance of an assignment."""
-
-    loads: tuple[int, ...]  # cost by rank
-    lower_bound: float  # no assignment has a smaller highest load
-
-    @property
-    def ratio(self) -> float:
-        """The highest load divided by the lower bound. 1 is perfect."""
-        return max(self.loads, default=0) / self.lower_bound if self.lower_bound else 1.0
-
-
 def assign_owners(
     jobs: Sequence[Job],
     num_ranks: int,
@@ -70,7 +57,7 @@ def assign_owners(
     Cost: O(jobs * (log(jobs) + log(ranks) + holders)).
     """
     before = list(loads) if loads is not None else [0] * num_ranks
-    limit = (1 + tolerance) * _lower_bound(jobs, before)
+    limit = (1 + tolerance) * lower_bound_of(jobs, before)
     queue = _LeastLoaded(before)
     owners = [0] * len(jobs)
     order = [(-job.cost, -job.num_bytes, job.name, index) for index, job in enumerate(jobs)]
@@ -84,19 +71,11 @@ def assign_owners(
     return owners
 
 
-def balance_of(
-    jobs: Sequence[Job], owners: Sequence[int], num_ranks: int, loads: Sequence[int] | None = None
-) -> Balance:
-    """Return the balance of an assignment, including ``loads``."""
-    before = list(loads) if loads is not None else [0] * num_ranks
-    bound = _lower_bound(jobs, before)
-    for job, owner in zip(jobs, owners, strict=True):
-        before[owner] += job.cost
-    return Balance(tuple(before), bound)
+def lower_bound_of(jobs: Iterable[Job], loads: Sequence[int]) -> float:
+    """Return a highest load that no assignment is below.
 
-
-def _lower_bound(jobs: Iterable[Job], loads: Sequence[int]) -> float:
-    """Return the largest of: the highest cost, the highest load, the mean of all work per rank."""
+    It is the largest of: the highest cost, the highest load, the mean of all work per rank.
+    """
     costs = [job.cost for job in jobs]
     return max([0.0, *costs, *loads, (sum(costs) + sum(loads)) / max(len(loads), 1)])
 
@@ -137,15 +116,14 @@ class Assignment:
     costs: list[int]
     owners: list[int]  # global ranks
     grids: Sequence[Grid]  # by parameter: the global rank by replica and position
-    balance: Balance  # loads in the order of ``members``
+    lower_bound: float  # no assignment has a smaller highest load
 
 
-def assignments_of(entries: Sequence[Entry], tolerance: float = 0.05) -> list[Assignment]:
+def assignments_of(entries: Sequence[Entry]) -> list[Assignment]:
     """Assign the matrices of all parameters, larger sets of ranks first.
 
     Args:
         entries: in the same order on all ranks that hold them.
-        tolerance: see `assign_owners`.
     """
     sets: dict[tuple[int, ...], list[int]] = {}
     for index, entry in enumerate(entries):
@@ -153,7 +131,7 @@ def assignments_of(entries: Sequence[Entry], tolerance: float = 0.05) -> list[As
     done: list[Assignment] = []
     for members in sorted(sets, key=lambda ranks: (-len(ranks), ranks)):
         loads = _loads_before(members, done)
-        done.append(_assign(members, sets[members], entries, loads, tolerance))
+        done.append(_assign(members, sets[members], entries, loads))
     return done
 
 
@@ -173,7 +151,6 @@ def _assign(
     params: list[int],
     entries: Sequence[Entry],
     loads: list[int],
-    tolerance: float,
 ) -> Assignment:
     place = {rank: index for index, rank in enumerate(members)}
     grids = [entries[index].layout.grid() for index in params]
@@ -189,7 +166,7 @@ def _assign(
             cost = entry.cost(matrix.rows, matrix.cols)
             jobs.append(Job(cost, matrix.numel, "", by_rank))
             matrices.append(matrix)
-    owners = assign_owners(jobs, len(members), tolerance=tolerance, loads=loads)
+    owners = assign_owners(jobs, len(members), loads=loads)
     return Assignment(
         members,
         params,
@@ -197,7 +174,7 @@ def _assign(
         [job.cost for job in jobs],
         [members[owner] for owner in owners],
         grids,
-        balance_of(jobs, owners, len(members), loads),
+        lower_bound_of(jobs, loads),
     )
 
 
@@ -253,7 +230,7 @@ def communication_of(
             scatters[rank] = scatters.get(rank, 0) + scatter * scatter_bytes
         for owner, cost in zip(each.owners, each.costs, strict=True):
             loads[owner] = loads.get(owner, 0) + cost
-    bound = max((each.balance.lower_bound for each in assignments), default=0.0)
+    bound = max((each.lower_bound for each in assignments), default=0.0)
     loads = {rank: loads.get(rank, 0) for rank in sorted(gathers)}
     num_matrices = sum(len(each.matrices) for each in assignments)
     return CommunicationPlan(gathers, scatters, loads, bound, num_matrices, num_whole)

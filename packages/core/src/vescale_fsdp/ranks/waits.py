@@ -25,12 +25,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vescale_fsdp.backends import backend_name, is_fake
+from vescale_fsdp.devices import Waitable
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.ranks import notes, threads
 from vescale_fsdp.ranks.limits import VARIABLE, delta, limit_s, shorter, watchdog_s
@@ -45,13 +46,6 @@ _LOOKS_S = 0.1  # how often the watcher looks
 _CLOSING_TAG = 1 << 30  # the tag of a message that no rank sends
 # Gloo may still write to these tensors after the receive has timed out.
 _KEPT: list[Any] = []
-
-
-class Waitable(Protocol):
-    """An operation under way: a ``Work``, or an object that waits like one."""
-
-    def wait(self) -> Any:
-        """Return when it has ended."""
 
 
 class _Fault:

@@ -18,7 +18,7 @@
 from __future__ import annotations
 
 from vescale_fsdp.testing.helpers import assert_equal_across_ranks, free_port
-from vescale_fsdp.testing.pool import RankFailure
 from vescale_fsdp.testing.ranks import RankError, run_ranks
+from vescale_fsdp.testing.worker import RankFailure
 
 __all__ = ["RankError", "RankFailure", "assert_equal_across_ranks", "free_port", "run_ranks"]

@@ -16,13 +16,12 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from vescale_fsdp.testing.worker import STORE_HOST, Call, ModuleSource, Raised, rank_main
+from vescale_fsdp.testing.worker import STORE_HOST, Call, ModuleSource, RankFailure, rank_main
 
 PRELOADED = [
     "torch",
@@ -37,16 +36,6 @@ GRACE_S = 5.0  # time for the other ranks to return, once one has failed
 END_CALL_S = 10.0  # time to destroy the process groups of a call that succeeded
 REAP_S = 30.0  # time for the exit code of a dead rank; a busy server reads it late
 DUMP_S = 0.3  # time for a hung rank to write its stacks
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """How one rank failed."""
-
-    rank: int
-    type_name: str  # of the exception; "RankDied" or "RankHung" if there was none
-    message: str
-    traceback: str  # text; for a rank that died or hung, what it wrote last
 
 
 class Pool:
@@ -151,8 +140,6 @@ class Pool:
                 if isinstance(reply, bytes):
                     replies[rank] = reply
                     continue
-                if isinstance(reply, Raised):
-                    reply = RankFailure(rank, reply.type_name, reply.message, reply.traceback)
                 if not failures and time.monotonic() + GRACE_S < deadline:
                     deadline = time.monotonic() + GRACE_S
                     why = f"was still running {GRACE_S:g} s after rank {rank} failed"

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from vescale_fsdp.testing.pool import Pool, RankFailure
-from vescale_fsdp.testing.worker import dump
+from vescale_fsdp.testing.pool import Pool
+from vescale_fsdp.testing.worker import RankFailure, dump
 
 Result = TypeVar("Result")
 

@@ -175,12 +175,13 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Raised:
-    """The reply of a rank whose function raised."""
+class RankFailure:
+    """How one rank failed."""
 
-    type_name: str
+    rank: int
+    type_name: str  # of the exception; "RankDied" or "RankHung" if there was none
     message: str
-    traceback: str
+    traceback: str  # text; for a rank that died or hung, what it wrote last
 
 
 def rank_main(
@@ -237,7 +238,7 @@ def _redirect_output(log: str) -> None:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
 
 
-def _run(call: Call, rank: int, world_size: int, store: Any) -> bytes | Raised:
+def _run(call: Call, rank: int, world_size: int, store: Any) -> bytes | RankFailure:
     """Run the function. Returns its pickled result, or what it raised."""
     try:
         _adopt(call)
@@ -260,7 +261,8 @@ def _run(call: Call, rank: int, world_size: int, store: Any) -> bytes | Raised:
             _set_filters(filters)
             return pickle.dumps(fn(*args))
     except BaseException as error:  # noqa: BLE001  # SystemExit too: the caller must hear of it
-        return _raised(error)
+        text = "".join(traceback.format_exception(error))
+        return RankFailure(rank, type(error).__name__, str(error), text)
 
 
 def _adopt(call: Call) -> None:
@@ -284,11 +286,6 @@ def _set_filters(filters: list[Any]) -> None:
         # A pattern is compiled, or None; in the interpreter's own filters it is a string.
         texts = [getattr(pattern, "pattern", pattern) or "" for pattern in (message, module)]
         warnings.filterwarnings(action, texts[0], category, texts[1], line)
-
-
-def _raised(error: BaseException) -> Raised:
-    text = "".join(traceback.format_exception(error))
-    return Raised(type(error).__name__, str(error), text)
 
 
 def _clean_up() -> None:
