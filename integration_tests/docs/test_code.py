@@ -205,7 +205,7 @@ def test_blocks_run_on_two_ranks(
     run_ranks(run_all, 2, paths, timeout_s=280)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_scripts_run_under_torchrun(files: dict[Path, Block], tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     search = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
