@@ -37,7 +37,7 @@ def nccl_group(timeout_s: float = 60, backend: str = "nccl") -> Iterator[torch.d
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = compat.default_store()
     os.environ.update(_HOSTS, NCCL_HOSTID=f"rank-{rank}")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
+    device = torch.device("cuda", rank % len(devices.describe_all()["devices"]))
     dist.barrier()  # else a rank leaves while another still connects to it
     dist.destroy_process_group()
     with devices.made_current(device):
