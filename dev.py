@@ -28,7 +28,15 @@ CLIENTS = ["clients", "clients-torchtune"]
 TESTED = ["lint", "docs", "core", "lightning", "accelerate", "integration", "wheels"]
 TESTED += ["deepspeed", "clients"]
 # The longest first, so that the last ones to run side by side end together.
-START_ORDER = ["core", "integration", "lint", "accelerate", "lightning", "clients", "deepspeed"]
+START_ORDER = [
+    "core",
+    "integration",
+    "lint",
+    "accelerate",
+    "lightning",
+    "clients",
+    "deepspeed",
+]
 START_ORDER += ["docs", "wheels", "core-newest"]
 NEWEST = "2.15.0"  # of torch; constraints.txt has the oldest that is supported
 # What "test" runs on it, if pip can install it in this time: it takes 5.5 GB.

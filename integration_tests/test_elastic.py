@@ -6,28 +6,21 @@ ranks. Every loss is that of a run in one process that nobody disturbs.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from integration_tests.torchrun import Torchrun, run_torchrun
 
-from vescale_fsdp.testing import free_port
-
-ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = Path(__file__).resolve().parent / "elastic_run.py"
-STEPS, PAUSE_S, EVERY = 60, 0.3, 2
+STEPS, PAUSE_S, EVERY = 80, 0.3, 2
 # How long torchrun waits for further nodes, and for a node that sends no heartbeat.
 # The store is a file, so that no host is special.
-RENDEZVOUS = "store_type=file,last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=4"
+RENDEZVOUS = "store_type=file,last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
 
 
 class Host:
@@ -35,46 +28,23 @@ class Host:
 
     def __init__(self, root: Path, name: str, **environ: str) -> None:
         self.memory, self.log = root / f"memory-{name}", root / f"log-{name}"
-        self._stream = open(self.log, "a")  # noqa: SIM115
-        own = {"VESCALE_FSDP_MEMORY_DIR": str(self.memory), "OMP_NUM_THREADS": "1", **environ}
+        own = {"VESCALE_FSDP_MEMORY_DIR": str(self.memory), **environ}
         # Else a node that joins later waits for an address that torch 2.13 does not publish again.
         own["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         own["PET_RDZV_ENDPOINT"] = str(root / "meeting")
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run"),
-                *("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "9"),
-                *("--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-conf", RENDEZVOUS),
-                *(str(SCRIPT), str(root / "run"), str(STEPS), str(PAUSE_S)),
-            ],
-            env={**os.environ, **own},
-            stdin=subprocess.DEVNULL,
-            stdout=self._stream,
-            stderr=subprocess.STDOUT,
+        self.process = Torchrun(
+            *("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "9"),
+            *("--rdzv-backend", "c10d", "--rdzv-id", "elastic", "--rdzv-conf", RENDEZVOUS),
+            *(SCRIPT, root / "run", STEPS, PAUSE_S),
+            log=self.log,
+            environ=own,
+            preload=["vescale_fsdp_elastic"],
         )
 
     def die(self) -> None:
         """Kill the agent and its ranks, and delete the memory, as when a machine goes down."""
-        for process in (self.process.pid, *children(self.process.pid)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self.process.wait()
+        self.process.kill()
         shutil.rmtree(self.memory)
-
-    def close(self) -> None:
-        for process in (*children(self.process.pid), self.process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self.process.wait()
-        self._stream.close()
-
-
-def children(pid: int) -> list[int]:
-    found = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *children(child)]
-    return found
 
 
 def lines(run: Path, attempt: int | None = None) -> list[dict[str, Any]]:
@@ -100,23 +70,27 @@ def hosts() -> Iterator[list[Host]]:
     started: list[Host] = []
     yield started
     for host in started:
-        host.close()
+        host.process.kill()
 
 
 def undisturbed(tmp_path: Path, steps: int = STEPS) -> dict[int, float]:
-    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    environ |= {"MASTER_PORT": str(free_port()), "VESCALE_FSDP_MEMORY_DIR": str(tmp_path / "m")}
-    environ |= {"EVERY": "100000"}
-    command = [sys.executable, str(SCRIPT), str(tmp_path / "quiet"), str(steps), "0"]
-    subprocess.run(command, env={**os.environ, **environ}, check=True, timeout=120)
+    code = run_torchrun(
+        *("--standalone", SCRIPT, tmp_path / "quiet", steps, "0"),
+        log=tmp_path / "log-quiet",
+        timeout_s=120,
+        environ={"VESCALE_FSDP_MEMORY_DIR": str(tmp_path / "m"), "EVERY": "100000"},
+        preload=["vescale_fsdp_elastic"],
+    )
+    assert code == 0, (tmp_path / "log-quiet").read_text()
     return {line["step"]: line["loss"] for line in lines(tmp_path / "quiet")}
 
 
 @pytest.mark.timeout(500)
 def test_a_rank_and_a_host_are_killed_and_a_host_joins(tmp_path: Path, hosts: list[Host]) -> None:
+    """Longer than 10 s: torchrun takes 5 s to miss a host, and waits 3 s for another one."""
     run = tmp_path / "run"
-    hosts.append(Host(tmp_path, "a", FAULTS="1 7 1 SIGKILL"))
-    hosts.append(Host(tmp_path, "b", FAULTS="1 7 1 SIGKILL"))
+    hosts.append(Host(tmp_path, "a", FAULTS="1 5 1 SIGKILL"))
+    hosts.append(Host(tmp_path, "b", FAULTS="1 5 1 SIGKILL"))
 
     def reached(step: int, ranks: int, *, after: int) -> Callable[[], bool]:
         return lambda: any(
@@ -124,15 +98,16 @@ def test_a_rank_and_a_host_are_killed_and_a_host_joins(tmp_path: Path, hosts: li
             for line in lines(run)
         )
 
-    wait_for(reached(12, 4, after=1), hosts)
+    wait_for(reached(7, 4, after=1), hosts)
     hosts[0].die()
-    wait_for(reached(16, 2, after=2), hosts)
+    wait_for(reached(10, 2, after=2), hosts)
     alone = lines(run)[-1]["attempt"]
     hosts.append(Host(tmp_path, "c"))
     wait_for(reached(0, 4, after=alone), hosts)
+    (run / "hurry").touch()
     for host in hosts[1:]:
         wait_for(lambda: host.process.poll() is not None, hosts)  # noqa: B023
-        assert host.process.returncode == 0, host.log.read_text()
+        assert host.process.poll() == 0, host.log.read_text()
 
     expected, found = undisturbed(tmp_path), lines(run)
     assert {line["step"] for line in found} == set(range(STEPS))
@@ -152,20 +127,17 @@ def test_a_rank_and_a_host_are_killed_and_a_host_joins(tmp_path: Path, hosts: li
 def test_random_ranks_are_killed_at_random_times(tmp_path: Path) -> None:
     """With a memory checkpoint after every step, so that most kills are in the middle of one."""
     run, kills, steps = tmp_path / "run", 3, 250
-    environ = {"KILLS": str(kills), "EVERY": "1", "RANKS_PER_HOST": "2", "OMP_NUM_THREADS": "1"}
+    environ = {"KILLS": str(kills), "EVERY": "1", "RANKS_PER_HOST": "2"}
     environ["VESCALE_FSDP_MEMORY_DIR"] = str(tmp_path / "memory")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--max-restarts", str(kills), "--nproc-per-node", "4"]
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(run), str(steps), "0"],
-        env={**os.environ, **environ},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
+    code = run_torchrun(
+        *("--standalone", "--max-restarts", kills, "--nproc-per-node", "4"),
+        *(SCRIPT, run, steps, "0"),
+        log=tmp_path / "log",
+        timeout_s=400,
+        environ=environ,
+        preload=["vescale_fsdp_elastic"],
     )
-    assert done.returncode == 0, done.stderr
+    assert code == 0, (tmp_path / "log").read_text()
     expected, found = undisturbed(tmp_path, steps), lines(run)
     assert {line["step"] for line in found} == set(range(steps))
     reached = 0

@@ -5,17 +5,19 @@ The losses are those of plain PyTorch in one process, because all take the same 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from integration_tests.torchrun import run_torchrun
 
 from .test_elastic import lines, undisturbed
 
 SCRIPT = Path(__file__).resolve().parent / "elastic_adapters_run.py"
 STEPS, EVERY = 14, 2
+PRELOAD = {
+    "lightning": ["lightning.pytorch", "vescale_fsdp_lightning", "vescale_fsdp_elastic"],
+    "accelerate": ["vescale_fsdp_accelerate", "vescale_fsdp_elastic"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -29,19 +31,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 )
 def test_a_rank_is_killed(tmp_path: Path, expected: dict[int, float], kind: str) -> None:
     run, memory = tmp_path / "run", tmp_path / "memory"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command = [*launcher, "--max-restarts", "2", "--nproc-per-node", "2", str(SCRIPT), kind]
-    environ = {"OMP_NUM_THREADS": "1", "VESCALE_FSDP_MEMORY_DIR": str(memory)}
-    done = subprocess.run(
-        [*command, str(run), str(STEPS)],
-        env={**os.environ, **environ, "FAULTS": "1 9 1 SIGKILL"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
+    code = run_torchrun(
+        *("--standalone", "--max-restarts", "2", "--nproc-per-node", "2"),
+        *(SCRIPT, kind, run, STEPS),
+        log=tmp_path / "log",
+        timeout_s=150,
+        environ={"VESCALE_FSDP_MEMORY_DIR": str(memory), "FAULTS": "1 9 1 SIGKILL"},
+        preload=PRELOAD[kind],
     )
-    assert done.returncode == 0, done.stderr
+    assert code == 0, (tmp_path / "log").read_text()
     found = lines(run)
     assert {line["step"] for line in found} == set(range(STEPS))
     for line in found:

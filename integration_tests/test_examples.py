@@ -57,6 +57,7 @@ def torchrun(name: str, *options: str) -> list[str]:
 
 @pytest.mark.timeout(400)
 def test_plain_example_under_torchrun(tmp_path: Path) -> None:
+    """Longer than 10 s: three interpreters load torch, which other tests spare themselves."""
     output = run_example(torchrun("train_gpt.py", "--max-steps", "6", *SMALL), tmp_path)
     assert "validation loss before" in output
     assert "saved checkpoints/train_gpt/step-6" in output

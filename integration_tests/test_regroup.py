@@ -9,8 +9,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,10 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from integration_tests.test_elastic import children
+from integration_tests.torchrun import Torchrun, run_torchrun
 
 SCRIPT = Path(__file__).resolve().parent / "regroup_run.py"
-STEPS, PAUSE_S = 100, 0.7
+STEPS, PAUSE_S = 60, 0.5
+PRELOAD = {
+    "": ["vescale_fsdp_elastic"],
+    "lightning": ["lightning.pytorch", "vescale_fsdp_lightning"],
+    "transformers": ["transformers", "accelerate"],
+}
 
 
 class Host:
@@ -37,37 +40,15 @@ class Host:
         with_: Sequence[str] = (),
     ) -> None:
         self.memory, self.log = root / f"memory-{name}", root / f"log-{name}"
-        self._stream = open(self.log, "a")  # noqa: SIM115
-        own = {"VESCALE_FSDP_MEMORY_DIR": str(self.memory), "OMP_NUM_THREADS": "1"}
-        own |= {"VESCALE_FSDP_MEETING": str(root / "meeting"), "VESCALE_FSDP_HOSTS": hosts}
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        self.process = subprocess.Popen(
-            [
-                *(*launcher, "--nproc-per-node", str(ranks), "--max-restarts", "99"),
-                *(str(SCRIPT), str(root / "run"), str(steps), str(PAUSE_S), *with_),
-            ],
-            env={**os.environ, **own},
-            stdin=subprocess.DEVNULL,
-            stdout=self._stream,
-            stderr=subprocess.STDOUT,
+        own = {"VESCALE_FSDP_MEMORY_DIR": str(self.memory), "VESCALE_FSDP_HOSTS": hosts}
+        own |= {"VESCALE_FSDP_MEETING": str(root / "meeting")}
+        self.process = Torchrun(
+            *("--standalone", "--nproc-per-node", ranks, "--max-restarts", "99"),
+            *(SCRIPT, root / "run", steps, PAUSE_S, *with_),
+            log=self.log,
+            environ=own,
+            preload=[name for each in ("", *with_) for name in PRELOAD.get(each, ())],
         )
-
-    def ranks(self) -> list[int]:
-        """The processes of its ranks."""
-        return [
-            pid
-            for pid in children(self.process.pid)
-            if SCRIPT.name in Path(f"/proc/{pid}/cmdline").read_text()
-        ]
-
-    def close(self) -> None:
-        for process in (self.process.pid, *children(self.process.pid)):
-            try:
-                os.kill(process, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        self.process.wait()
-        self._stream.close()
 
 
 @pytest.fixture
@@ -75,7 +56,7 @@ def hosts() -> Iterator[list[Host]]:
     started: list[Host] = []
     yield started
     for host in started:
-        host.close()
+        host.process.kill()
 
 
 def lines(root: Path, run: str = "run") -> list[dict[str, Any]]:
@@ -88,13 +69,14 @@ def lines(root: Path, run: str = "run") -> list[dict[str, Any]]:
 
 def check(root: Path, steps: int) -> None:
     """Each step was made, with the numbers of one process without faults."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    own = {"VESCALE_FSDP_MEMORY_DIR": str(root / "memory-quiet"), "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*launcher, str(SCRIPT), str(root / "quiet"), str(steps), "0"],
-        env={**os.environ, **own},
-        check=True,
+    code = run_torchrun(
+        *("--standalone", SCRIPT, root / "quiet", steps, "0"),
+        log=root / "log-quiet",
+        timeout_s=120,
+        environ={"VESCALE_FSDP_MEMORY_DIR": str(root / "memory-quiet")},
+        preload=PRELOAD[""],
     )
+    assert code == 0, (root / "log-quiet").read_text()
     expected, found = {line["step"]: line for line in lines(root, "quiet")}, lines(root)
     assert {line["step"] for line in found} == set(range(steps))
     for line in found:
@@ -122,22 +104,25 @@ def has_reached(root: Path, step: int, ranks: int, *, after: int = 0) -> Callabl
 
 @pytest.mark.timeout(500)
 def test_survivors_keep_their_processes(tmp_path: Path, hosts: list[Host]) -> None:
+    """Longer than 10 s: ranks wait for a lost one for 2.5 s, twice, and for the lost host."""
     hosts += [Host(tmp_path, "a"), Host(tmp_path, "b")]
 
     reached = partial(has_reached, tmp_path)
     wait_for(reached(4, 4), hosts)
-    survivors = hosts[1].ranks()
+    survivors = hosts[1].process.ranks()
     assert len(survivors) == 2
-    os.kill(hosts[0].ranks()[1], signal.SIGKILL)  # its torchrun ends the other, and starts two
+    os.kill(
+        hosts[0].process.ranks()[1], signal.SIGKILL
+    )  # its torchrun ends the other, and starts two
     wait_for(reached(0, 2, after=1), hosts)
     alone = lines(tmp_path)[-1]["attempt"]
     wait_for(reached(0, 4, after=alone), hosts)
     together = lines(tmp_path)[-1]["attempt"]
-    hosts[0].close()
+    hosts[0].process.kill()
     wait_for(reached(0, 2, after=together), hosts)
     (tmp_path / "run" / "hurry").touch()
     wait_for(lambda: hosts[1].process.poll() is not None, hosts)
-    assert hosts[1].process.returncode == 0, hosts[1].log.read_text()
+    assert hosts[1].process.poll() == 0, hosts[1].log.read_text()
 
     check(tmp_path, STEPS)
     found = lines(tmp_path)
@@ -158,14 +143,14 @@ def test_with_accelerate(tmp_path: Path, hosts: list[Host]) -> None:
     main = next(host for host in hosts if "begins on 4 ranks" in host.log.read_text())
     survivor = next(host for host in hosts if host is not main)
     together = lines(tmp_path)[-1]["attempt"]
-    main.close()
+    main.process.kill()
     wait_for(lambda: any(line["attempt"] > together for line in lines(tmp_path)), hosts)
     lost = lines(tmp_path)[-1]["attempt"]
     hosts.append(Host(tmp_path, "c", with_=["accelerate"]))
     wait_for(lambda: any(line["attempt"] > lost for line in lines(tmp_path)), hosts)
     (tmp_path / "run" / "hurry").touch()
     wait_for(lambda: survivor.process.poll() is not None, hosts)
-    assert survivor.process.returncode == 0, survivor.log.read_text()
+    assert survivor.process.poll() == 0, survivor.log.read_text()
     assert hosts[2].process.wait(60) == 0, hosts[2].log.read_text()
     check(tmp_path, STEPS)
     found = lines(tmp_path)
@@ -179,19 +164,22 @@ def test_with_accelerate(tmp_path: Path, hosts: list[Host]) -> None:
     "trainer", ["lightning", pytest.param("transformers", marks=pytest.mark.nightly)]
 )
 def test_a_trainer_keeps_its_process(tmp_path: Path, hosts: list[Host], trainer: str) -> None:
-    """A rank is killed, and its host comes back."""
+    """A rank is killed, and its host comes back.
+
+    Longer than 10 s: ranks wait for the lost one for 2.5 s, and two agents load Lightning.
+    """
     hosts += [Host(tmp_path, name, with_=[trainer]) for name in "ab"]
 
     reached = partial(has_reached, tmp_path)
     wait_for(reached(4, 4), hosts)
-    survivors = hosts[1].ranks()
-    os.kill(hosts[0].ranks()[1], signal.SIGKILL)
+    survivors = hosts[1].process.ranks()
+    os.kill(hosts[0].process.ranks()[1], signal.SIGKILL)
     wait_for(reached(0, 2, after=1), hosts)
     wait_for(reached(0, 4, after=lines(tmp_path)[-1]["attempt"]), hosts)
     (tmp_path / "run" / "hurry").touch()
     for host in hosts:
         wait_for(lambda: host.process.poll() is not None, hosts)  # noqa: B023
-        assert host.process.returncode == 0, host.log.read_text()
+        assert host.process.poll() == 0, host.log.read_text()
     check(tmp_path, STEPS)
     found = lines(tmp_path)
     for line in found:
@@ -208,13 +196,13 @@ def test_all_hosts_are_needed_in_the_second_training(tmp_path: Path, hosts: list
         Host(tmp_path, name, ranks=1, hosts="2:2", steps=40, with_=["twice"]) for name in "ab"
     ]
     wait_for(lambda: any(line["step"] == 5 for line in lines(tmp_path)), hosts)
-    (survivor,) = hosts[1].ranks()
-    os.kill(hosts[0].ranks()[0], signal.SIGKILL)
+    (survivor,) = hosts[1].process.ranks()
+    os.kill(hosts[0].process.ranks()[0], signal.SIGKILL)
     wait_for(lambda: any(line["attempt"] == 2 for line in lines(tmp_path)), hosts)
     (tmp_path / "run" / "hurry").touch()
     for host in hosts:
         wait_for(lambda: host.process.poll() is not None, hosts)  # noqa: B023
-        assert host.process.returncode == 0, host.log.read_text()
+        assert host.process.poll() == 0, host.log.read_text()
     check(tmp_path, 40)
     found = lines(tmp_path)
     assert {line["ranks"] for line in found} == {2}
@@ -235,11 +223,11 @@ def test_random_ranks_are_killed_at_random_times(
     kills = 0
     while kills < 12 and all(host.process.poll() is None for host in hosts):
         time.sleep(chance.choice([0.3, 2.0, 4.0, 8.0]))
-        for rank in chance.choice(hosts).ranks():
+        for rank in chance.choice(hosts).process.ranks():
             os.kill(rank, signal.SIGKILL)
             kills += 1
     for host in hosts:
         wait_for(lambda: host.process.poll() is not None, hosts, 400)  # noqa: B023
-        assert host.process.returncode == 0, host.log.read_text()
+        assert host.process.poll() == 0, host.log.read_text()
     assert kills >= 8
     check(tmp_path, steps)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from integration_tests.torchrun import Torchrun
 from torch import nn
 
 from vescale_fsdp_elastic.order import Order, parts
@@ -66,27 +63,22 @@ def test_a_rank_is_killed_and_the_other_replica_goes_on(tmp_path: Path) -> None:
     out.mkdir()
     try:
         for replica, fault in enumerate(("-1 -1", "8 1")):
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command += ["--nproc-per-node", "2", "--max-restarts", "3", str(SCRIPT)]
-            with open(tmp_path / f"log-{replica}", "w") as log:
-                agents.append(
-                    subprocess.Popen(
-                        [*command, str(out), str(replica), str(STEPS)],
-                        env={**os.environ, "FAULT": fault, "OMP_NUM_THREADS": "1"},
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
+            agents.append(
+                Torchrun(
+                    *("--standalone", "--nproc-per-node", "2", "--max-restarts", "3"),
+                    *(SCRIPT, out, replica, STEPS),
+                    log=tmp_path / f"log-{replica}",
+                    environ={"FAULT": fault},
+                    preload=["vescale_fsdp_elastic"],
                 )
+            )
         end = time.monotonic() + 150
         for replica, agent in enumerate(agents):
             text = (tmp_path / f"log-{replica}").read_text
             assert agent.wait(end - time.monotonic()) == 0, text()
     finally:
         for agent in agents:
-            if agent.poll() is None:
-                agent.send_signal(signal.SIGTERM)
-                agent.wait()
+            agent.kill()
 
     stays, returns = lines(out, 0), lines(out, 1)
     assert [line["step"] for line in stays] == list(range(STEPS)), "no step is lost or repeated"

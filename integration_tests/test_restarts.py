@@ -5,22 +5,19 @@ The model and the text are small: nearly all of the time is that of starting pro
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from integration_tests.torchrun import run_torchrun
 
 from vescale_fsdp import checkpoint
 from vescale_fsdp.checkpoint.files import DataReader
 
 SCRIPT = Path(__file__).resolve().parent / "train_with_faults.py"
-LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
 OPTIONS = ["--layers", "2", "--width", "24", "--max-steps", "12", "--save-every", "3"]
 FAULTS = (  # attempt, step, rank, what it does in that step
     "0 5 1 SIGKILL",  # the last checkpoint is of step 3
@@ -48,16 +45,15 @@ class Run:
 
 
 def launch(out: Path, num_processes: int, *faults: str) -> Run:
-    done = subprocess.run(
-        [*LAUNCHER, f"--nproc-per-node={num_processes}", str(SCRIPT), *OPTIONS, "--out", str(out)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "FAULTS": "\n".join(faults)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    log = out.with_suffix(".log")
+    code = run_torchrun(
+        *("--standalone", "--max-restarts", "3", "--nproc-per-node", num_processes),
+        *(SCRIPT, *OPTIONS, "--out", out),
+        log=log,
+        timeout_s=200,
+        environ={"FAULTS": "\n".join(faults)},
     )
-    return Run(done.returncode, done.stdout + done.stderr)
+    return Run(code, log.read_text())
 
 
 def weights_in(out: Path) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from types import CodeType
 
 import pytest
 import torch.distributed as dist
+from integration_tests.torchrun import run_torchrun
 
 from vescale_fsdp.testing import run_ranks
 
@@ -160,6 +161,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Block]:
 
 @pytest.mark.timeout(400)
 def test_blocks_have_the_right_names_and_types(files: dict[Path, Block]) -> None:
+    """Longer than 10 s: mypy reads the types of torch and Lightning without a cache."""
     assert len(files) > 60
     search = [HERE, *ROOT.glob("packages/*/src")]
     options = [f"--config-file={HERE / 'mypy.ini'}", f"--cache-dir={ROOT / '.mypy_cache/blocks'}"]
@@ -205,23 +207,25 @@ def test_blocks_run_on_two_ranks(
     run_ranks(run_all, 2, paths, timeout_s=280)
 
 
-@pytest.mark.timeout(600)
-def test_scripts_run_under_torchrun(files: dict[Path, Block], tmp_path: Path) -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    search = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+def test_scripts_run_under_torchrun(
+    files: dict[Path, Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(HERE)
     for path, block in files.items():
         if is_script(block):
-            done = subprocess.run(
-                [*launch, str(path)],
+            script, log = tmp_path / path.name, tmp_path / f"{path.name}.log"
+            script.write_text(path.read_text().replace("until=10_000", "until=20"))
+            code = run_torchrun(
+                *("--standalone", "--nproc-per-node=2", script),
+                log=log,
+                timeout_s=110,
                 cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": search},
-                capture_output=True,
-                text=True,
             )
-            assert done.returncode == 0, f"{block.page}: {done.stderr}"
+            output = log.read_text()
+            assert code == 0, f"{block.page}: {output}"
             if block.page == "docs/start.md":
                 (shown,) = [each.text for each in blocks("") if each.page == block.page]
-                assert_alike(done.stdout, shown)
+                assert_alike(output, shown)
 
 
 def assert_alike(output: str, shown: str) -> None:

@@ -19,7 +19,7 @@ WORKS = "the next steps work"
 CLEAR = "a clear error on every rank"
 TOLD = "a clear error on that rank, gloo's on the others when it has ended"
 WRONG = "silently wrong weights"
-HANG_S, LIMIT_S = 20, 8
+HANG_S, LIMIT_S = 20, 4
 PLACES = ("before forward", "between units", "in backward", "after backward")
 NUM_STEPS, BAD_STEP, ODD_RANK = 5, 2, 1
 

@@ -14,6 +14,8 @@ what it says):
 from __future__ import annotations
 
 import os
+import runpy
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -60,6 +62,8 @@ def main() -> None:
         print(f"PASSED {name} in process {os.environ['RANK']}", flush=True)
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
+    sys.argv[:1] = []  # a script to run at last, and its arguments
+    runpy.run_path(sys.argv[0], run_name="__main__")
     torch.distributed.destroy_process_group()
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from vescale_fsdp.cli import main
 from vescale_fsdp_accelerate.options import GUARD
 
 HERE = Path(__file__).parent
@@ -68,39 +69,39 @@ def test_an_unchanged_script_runs_on_veScale_by_config(config: Path) -> None:
     assert found == [EXPECTED, EXPECTED]
 
 
-def test_the_launcher_may_be_run_as_a_module(config: Path) -> None:
-    """Without the hook's care, two processes trained alone, each the whole model."""
-    launcher = ("-m", "accelerate.commands.launch", "--main_process_port", "0")
-    found = reports(python(*launcher, "--config", str(config), SCRIPT, "--lr", "1"))
-    assert found == [EXPECTED, EXPECTED]
+TRANSFORMERS_FIRST = """
+from transformers import Trainer
+import transformers
+found = [transformers.trainer.Accelerator.__name__]
+found += [Trainer.__name__, transformers.Seq2SeqTrainer.__mro__[2].__name__]
+"""
+OUR_TRAINER_FIRST = """
+from vescale_fsdp_accelerate.trainer import VeScaleTrainer
+import transformers
+found = [transformers.Trainer is VeScaleTrainer]
+found += [issubclass(transformers.Seq2SeqTrainer, VeScaleTrainer)]
+"""
 
 
-def test_a_script_may_import_transformers_before_all_else(config: Path, tmp_path: Path) -> None:
-    """``transformers.trainer`` imports accelerate, and so our classes, in the middle of itself."""
+def test_workers_may_import_transformers_or_our_file_of_the_trainer_before_all_else(
+    config: Path, tmp_path: Path
+) -> None:
+    """One worker each of one launch, which costs as much as two workers.
+
+    ``transformers.trainer`` imports accelerate, and so our classes, in the middle of itself. Our
+    file comes first when a Trainer is unpickled in a process that has not imported transformers.
+    """
     script = tmp_path / "first.py"
     script.write_text(
-        "from transformers import Trainer\n"
-        "import json, transformers\n"
-        "found = [transformers.trainer.Accelerator.__name__]\n"
-        "found += [Trainer.__name__, transformers.Seq2SeqTrainer.__mro__[2].__name__]\n"
-        "print('REPORT', json.dumps(found))\n"
+        "import json, os, sys\n"
+        f"exec([{TRANSFORMERS_FIRST!r}, {OUR_TRAINER_FIRST!r}][int(os.environ['RANK'])])\n"
+        "sys.stdout.write(f'REPORT {json.dumps(found)}\\n')\n"
     )
-    done = launch("--config", str(config), "--num_processes", "1", str(script))
-    assert reports(done) == [["VeScaleAccelerator", "VeScaleTrainer", "VeScaleTrainer"]]
-
-
-def test_a_worker_may_import_our_file_of_the_trainer_first(config: Path, tmp_path: Path) -> None:
-    """As when a Trainer is unpickled in a process that has not imported transformers."""
-    script = tmp_path / "unpickled.py"
-    script.write_text(
-        "from vescale_fsdp_accelerate.trainer import VeScaleTrainer\n"
-        "import json, transformers\n"
-        "found = [transformers.Trainer is VeScaleTrainer]\n"
-        "found += [issubclass(transformers.Seq2SeqTrainer, VeScaleTrainer)]\n"
-        "print('REPORT', json.dumps(found))\n"
-    )
-    done = launch("--config", str(config), "--num_processes", "1", str(script))
-    assert reports(done) == [[True, True]]
+    found = reports(launch("--config", str(config), str(script)))
+    assert sorted(found, key=len) == [
+        [True, True],
+        ["VeScaleAccelerator", "VeScaleTrainer", "VeScaleTrainer"],
+    ]
 
 
 def test_the_runner_needs_no_hook(config: Path) -> None:
@@ -191,8 +192,14 @@ def test_it_survives_a_broken_hook() -> None:
     assert "vescale_fsdp_hook" in asked.stderr
 
 
-def test_accelerates_conformance_scripts_pass() -> None:
-    done = launch("--config", str(YAML), str(HERE / "conformance.py"))
+def test_accelerates_conformance_scripts_pass_and_the_launcher_may_be_run_as_a_module(
+    config: Path,
+) -> None:
+    """One launch for both. Without the hook's care, two processes of the module trained alone."""
+    launcher = ("-m", "accelerate.commands.launch", "--main_process_port", "0")
+    script = str(HERE / "conformance.py")
+    done = python(*launcher, "--config", str(config), script, SCRIPT, "--lr", "1")
+    assert reports(done) == [EXPECTED, EXPECTED]
     # Two processes write to one stream, and not always whole lines.
     passed = sorted(re.findall(r"PASSED \w+ in process \d", done.stdout))
     names = ("test_cli", "test_ops", "test_script", "test_sync")
@@ -202,18 +209,17 @@ def test_accelerates_conformance_scripts_pass() -> None:
     assert set(re.findall(r"Num processes: (\d)", done.stdout)) == {"2"}
 
 
-def test_the_command_writes_and_checks(tmp_path: Path) -> None:
-    tool = "from vescale_fsdp.cli import main; import sys; sys.exit(main(sys.argv[1:]))"
+def test_the_command_writes_and_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "new.yaml")
-    wrote = python("-c", tool, "accelerate-config", file, "--cpu", "--granularity", "rows:4")
-    assert wrote.returncode == 0, wrote.stderr
+    assert main(["accelerate-config", file, "--cpu", "--granularity", "rows:4"]) == 0
     text = Path(file).read_text()
     Path(file).write_text(text.replace("fsdp_offload_params", "fsdp_offload_param"))
-    checked = python("-c", tool, "accelerate-config", file, "--check")
-    assert 'fsdp_vescale_granularity: "rows:4"\n' in checked.stdout
-    assert "fsdp_vescale_unused" not in checked.stdout
-    assert "ignores fsdp_offload_param under fsdp_config" in checked.stdout
+    capsys.readouterr()
+    main(["accelerate-config", file, "--check"])
+    checked = capsys.readouterr().out
+    assert 'fsdp_vescale_granularity: "rows:4"\n' in checked
+    assert "fsdp_vescale_unused" not in checked
+    assert "ignores fsdp_offload_param under fsdp_config" in checked
     Path(file).write_text(Path(file).read_text().replace("rows:4", "rows"))
-    wrong = python("-c", tool, "accelerate-config", file, "--check")
-    assert wrong.returncode == 2
-    assert "fsdp_vescale_granularity: 'rows' does not work" in wrong.stderr
+    assert main(["accelerate-config", file, "--check"]) == 2
+    assert "fsdp_vescale_granularity: 'rows' does not work" in capsys.readouterr().err

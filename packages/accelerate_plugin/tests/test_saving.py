@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import ProjectConfiguration
 
-from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, RankMismatchError
+from vescale_fsdp import (
+    CheckpointCorruptError,
+    CheckpointIncompleteError,
+    RankMismatchError,
+    checkpoint,
+)
+from vescale_fsdp.ranks import Ranks
 from vescale_fsdp.testing import RankError, run_ranks
 from vescale_fsdp_accelerate import VeScaleFSDPPlugin, checkpoints, saving
 
@@ -159,6 +165,16 @@ def test_one_flipped_bit_is_found_before_anything_is_loaded(tmp_path: Path) -> N
         assert is_as_before
 
 
+def test_a_process_that_checks_says_that_it_still_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(tmp_path / "model", torch.nn.Linear(1000, 3000))
+    calls: list[Ranks] = []
+    monkeypatch.setattr(Ranks, "still", lambda self: calls.append(self))
+    checkpoints.verify(tmp_path)
+    assert len(calls) >= 12  # of 12 MB; at most 1 MiB is read at once
+
+
 def load_by_number(root: Path) -> None:
     config = ProjectConfiguration(str(root), automatic_checkpoint_naming=True)
     with accelerator(project_config=config) as acc:
@@ -175,21 +191,23 @@ def load_what_was_replaced(folder: Path) -> tuple[list[float], list[str]]:
     """As the Trainer saves; the first process was killed between the two renamings."""
     values = []
     with accelerator() as acc:
-        model = acc.prepare(make_model())
-        checkpoints.save_model(acc, model, str(folder))
-        values.append(full(model.embed.weight).sum().item())
         path = folder / "pytorch_model_fsdp_0"
-        if dist.get_rank() == 0:
-            path.rename(f"{path}.old")
+        for seed, end in enumerate((".old", ".new")):
+            model = acc.prepare(make_model(seed))
+            checkpoints.save_model(acc, model, str(folder / end))
+            if dist.get_rank() == 0:
+                folder.joinpath(end, path.name).rename(f"{path}{end}")
+        values.append(full(model.embed.weight).sum().item())
         acc.wait_for_everyone()
-        other = acc.prepare(make_model(1))
+        other = acc.prepare(make_model(2))
         checkpoints.load_model(acc, other, str(folder))
         values.append(full(other.embed.weight).sum().item())
         checkpoints.save_model(acc, other, str(folder))
-    return values, [path.name for path in folder.iterdir()]
+    return values, [path.name for path in folder.glob("pytorch*")]
 
 
 def test_a_directory_that_was_being_replaced_is_found(tmp_path: Path) -> None:
+    """And not the one that it was to replace."""
     (saved, loaded), names = run_ranks(load_what_was_replaced, 2, tmp_path)[0]
     assert saved == loaded
     assert names == ["pytorch_model_fsdp_0"]

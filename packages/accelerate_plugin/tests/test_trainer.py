@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from vescale_fsdp import FSDPModule, tuning_of, unsharded
@@ -17,7 +19,7 @@ from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleAccelerator, VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.options import Options, to_environment
 
-from .helpers import accelerator
+from .helpers import accelerator, full
 
 transformers = pytest.importorskip("transformers")
 
@@ -132,6 +134,33 @@ def test_a_copy_of_a_trained_model_trains_in_another_trainer(tmp_path: Path) -> 
 
 FULL = {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
 SHARDED = {"FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+
+
+def load_whole_shards(root: Path) -> bool:
+    """Shards of whole weights in torch's older format, as `save_pretrained` wrote them."""
+    model = make_llama()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3.0)
+    state = model.state_dict()
+    if dist.get_rank() == 0:
+        torch.save(state, root / "pytorch_model-00001-of-00001.bin")
+        index = {"weight_map": dict.fromkeys(state, "pytorch_model-00001-of-00001.bin")}
+        (root / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, **index}))
+    with accelerator(accelerate.PartialState):
+        use_environment(Options(), FULL)
+        use(VeScaleAccelerator)
+        try:
+            trainer = make_trainer(root / "out", make_llama())
+            trainer.train()
+            trainer._load_from_checkpoint(str(root))
+            whole = full(trainer.model.model.norm.weight)
+            return bool((whole == 3.0).all())
+        finally:
+            use(accelerate.Accelerator)
+
+
+def test_shards_of_whole_weights_are_loaded(tmp_path: Path) -> None:
+    assert run_ranks(load_whole_shards, 2, tmp_path) == [True, True]
 
 
 def run_all(root: Path) -> dict[str, dict[str, Any]]:

@@ -9,15 +9,18 @@ import shutil
 import signal
 import tempfile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch.distributed as dist
 
 import vescale_fsdp_elastic as elastic
-from vescale_fsdp import CheckpointMismatchError, CheckpointWriteError
+from vescale_fsdp import CheckpointMismatchError, CheckpointWriteError, checkpoint
+from vescale_fsdp.spi import waits
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_elastic import keeping, memory
+from vescale_fsdp_elastic.run import Run
 
 from .helpers import Losses, make, train
 
@@ -399,3 +402,17 @@ def test_a_signal_to_one_rank_loses_no_step(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "host1")
     losses, source, _ = run(tmp_path, 8)
     assert (min(losses), source) == (step, "disk")
+
+
+def test_a_signal_that_comes_while_a_world_is_left_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was forgotten, so that torchrun waited for 30 s, and then killed the process."""
+    run = object.__new__(Run)
+    run._own = cast(Any, SimpleNamespace(give_up=lambda: None))
+    run._stop = checkpoint.StopOnSignal()
+    signals = [signal.SIGTERM]
+    monkeypatch.setattr(waits, "abort", lambda _: os.kill(os.getpid(), signals.pop()))
+    with pytest.raises(SystemExit) as ended:
+        run._leave_world(RuntimeError("rank 1 has died"))
+    assert ended.value.code == 128 + signal.SIGTERM

@@ -21,6 +21,12 @@ def member(host: str, local: int, num_local: int = 2) -> Member:
     return Member(f"{host}-0", local, num_local, 100 + local)
 
 
+@pytest.fixture(autouse=True)
+def few_wait_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads come at once: a first meeting with room for more hosts need not wait for 5 s."""
+    monkeypatch.setattr(meeting, "_FIRST_CALL_S", 1.5)
+
+
 def test_hosts_count_when_all_of_their_ranks_have_come() -> None:
     a, b = [member("a", 0), member("a", 1)], [member("b", 1)]
     assert complete([*b, *a]) == [a]

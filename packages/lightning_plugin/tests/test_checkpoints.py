@@ -32,8 +32,9 @@ from vescale_fsdp import (
     CheckpointValueError,
     checkpoint,
 )
+from vescale_fsdp.ranks import Ranks
 from vescale_fsdp.testing import run_ranks
-from vescale_fsdp_lightning import VeScaleFSDPStrategy
+from vescale_fsdp_lightning import VeScaleFSDPStrategy, places
 from vescale_fsdp_lightning.consolidate import consolidate
 from vescale_fsdp_lightning.consolidate import main as consolidate_sealed
 from vescale_fsdp_lightning.plain import from_plain, to_plain
@@ -369,6 +370,23 @@ def elsewhere(root: Path) -> None:
         assert losses[0] != model.losses[0]
         names = sorted(each.name for each in (root / f"far-{kind}").iterdir())
         assert names == ["epoch=1.ckpt", "last.ckpt"]
+
+
+def test_a_download_says_after_each_file_that_it_still_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = tmp_path / "last.ckpt"
+    far.mkdir()
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (far / name).write_text(name)
+    calls: list[Ranks] = []
+    monkeypatch.setattr(Ranks, "still", lambda self: calls.append(self))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    copy = places.download(places.Place(far, Elsewhere()), 0)
+    assert {each.name: each.read_text() for each in copy.iterdir()} == {
+        name: name for name in (".metadata", "__0_0.distcp", "__1_0.distcp")
+    }
+    assert len(calls) >= 3
 
 
 class Looks(pl.Callback):

@@ -425,9 +425,10 @@ def set_up_a_copy(strategy: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def copies_beside_ddp() -> None:
     (losses, params), (expected_losses, expected) = map(set_up_a_copy, ("vescale_fsdp", "ddp"))
-    assert losses == expected_losses
+    # Some processors' kernels round differently by where a tensor begins.
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
     for name, param in expected.items():
-        assert torch.equal(params[name], param), name
+        torch.testing.assert_close(params[name], param, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_a_copy_of_a_module_can_be_set_up_again() -> None:

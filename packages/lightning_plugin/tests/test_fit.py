@@ -77,7 +77,8 @@ def fit_mixed(root: Path) -> tuple[list[float], list[float], set[str], set[str]]
     class Looks(LitModel):
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
-            seen.update(str(param.dtype) for param in self.parameters())
+            # `parameters()` gives the sharded ones, also here.
+            seen.update(str(m.weight.dtype) for m in self.modules() if hasattr(m, "weight"))
             return loss
 
     options = {"max_steps": 10}

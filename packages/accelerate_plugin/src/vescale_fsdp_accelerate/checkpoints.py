@@ -169,10 +169,9 @@ def verify(folder: Path) -> None:
         faults: list[str] = []
         for path in sealed[ranks.rank :: ranks.size]:
             try:
-                checkpoint.verify(path)
+                checkpoint.verify(path, progress=lambda *_: ranks.still())
             except (CheckpointCorruptError, CheckpointIncompleteError) as error:
                 faults.append(str(error))
-            ranks.still()
         return faults
 
     def combine(found: list[list[str]]) -> list[None]:
@@ -227,11 +226,13 @@ def _made(folder: str) -> Path:
 
 
 def _found(folder: Path, directory: str, file: str, plugin: Any) -> Path:
-    """Return the path of a checkpoint: in the plug-in's format if it exists, else in the other."""
+    """Return the path of a checkpoint: in the plug-in's format if it exists, else in the other.
+
+    Without one there may be what a save has left that was killed as it replaced the directory.
+    """
     inside = folder if folder.name == directory else folder / directory
     places = [folder / file, inside] if _is_full(plugin) else [inside, folder / file]
-    places.append(inside.with_name(f"{directory}.old"))  # a save was killed as it replaced it
-    for place in places:
-        if place.is_file() or (place / ".metadata").exists() or _is_sealed(place):
-            return place
+    for each in (*places, Path(checkpoint.Place(inside).found().path)):
+        if checkpoint.Place(each).is_whole:
+            return each
     raise CheckpointIncompleteError(f"{folder} has neither {directory}/ nor {file}")

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -318,7 +318,9 @@ class Sharder:
         """
         if not self.plugin.sync_init or dist.get_world_size() == 1:
             return
-        left_alone = {id(p) for unit in units_of(module) for p in unit.parameters()}
+        left_alone = {
+            id(p) for unit in units_of(module) for p in cast(nn.Module, unit).parameters()
+        }
         left_alone |= {id(param) for param in _sharded_in(module)}
         if not self.plugin.cpu_ram_efficient_loading:
             left_alone |= {id(param) for param in ignored}

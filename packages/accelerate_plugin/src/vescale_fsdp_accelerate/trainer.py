@@ -119,9 +119,10 @@ class VeScaleTrainer(Trainer):
             self.lr_scheduler.load_state_dict(torch.load(schedule, weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        is_there = _has(resume_from_checkpoint, "pytorch_model*", "model.safetensors")
-        if _plugin_of(self) is None or not is_there:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # adapters' files
+        ours = ("pytorch_model_fsdp*", "pytorch_model.bin", "model.safetensors")
+        if _plugin_of(self) is None or not _has(resume_from_checkpoint, *ours):
+            # Files of adapters of a model, and shards of whole weights.
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         own = self.model if model is None else model
         checkpoints.load_model(self.accelerator, own, resume_from_checkpoint, adapter_only=True)

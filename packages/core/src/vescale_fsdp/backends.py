@@ -68,9 +68,9 @@ def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     return {kind: backend_name(group, kind) for kind in kinds}
 
 
-def is_fake(group: dist.ProcessGroup | None = None) -> bool:
-    """Whether a group has torch's "fake" backend: one process, and the other ranks do not exist."""
-    return "fake" in backends_of(group).values()
+def is_fake() -> bool:
+    """Whether the default group has torch's "fake" backend: the other ranks do not exist."""
+    return "fake" in backends_of().values()
 
 
 def spelling_of(group: dist.ProcessGroup) -> str:

@@ -84,12 +84,12 @@ _CLIENTS = (
 )
 
 
-def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+def warn_user(message: str) -> None:
     """Warn at the innermost line that is neither of this project nor of torch."""
     level = 2
     while _package_at(level) in (*_OURS, "torch"):
         level += 1
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(message, stacklevel=level)
 
 
 def warn_no_effect(setter: str, why: str) -> None:

@@ -92,13 +92,8 @@ def moved_to_host(source: torch.Tensor) -> Arrival:
     former = _LAST.pop(device, None)
     if former is not None:
         former.release()
-    module = devices.module_of(device)
     value = devices.empty_pinned(source.shape, source.dtype)
-    stream = devices.side_stream(device, "to the host")
-    stream.wait_stream(module.current_stream(device))
-    with module.stream(stream):
-        value.copy_(source, non_blocking=True)
-        _LAST[device] = Arrival(value, source, stream.record_event())
+    _LAST[device] = Arrival(value, source, _copied([value], [source], device, "to the host"))
     return _LAST[device]
 
 

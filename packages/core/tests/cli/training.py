@@ -133,7 +133,8 @@ class CountedRegion:
 def counted(ledger: Ledger) -> Iterator[None]:
     """Have everything that the engine allocates and sends written to ``ledger``."""
     make_region, take, give = buffer.make_region, memory.SlabPool.take, memory.SlabPool.give
-    add, gather, scatter = gradients.GradientBuffer.add, _gather(), _scatter()
+    add, add_all = gradients.GradientBuffer.add, gradients.GradientBuffer.add_all
+    gather, scatter = _gather(), _scatter()
     exchange, all_reduce, send = dist.all_to_all_single, dist.all_reduce, dist.isend
 
     def make_counted(num_bytes: int, device: torch.device, *, keeps: bool = False) -> CountedRegion:
@@ -156,10 +157,19 @@ def counted(ledger: Ledger) -> Iterator[None]:
         weakref.finalize(mapped._mapping, ledger.drop, num_elements * dtype.itemsize)
         return torch.empty(0, dtype=dtype).set_(mapped.storage, 0, (num_elements,), (1,))
 
-    def counted_add(self: Any, index: int, gradient: Tensor) -> None:
+    def see(gradient: Tensor) -> None:
         ledger.add(gradient.nbytes)
         weakref.finalize(gradient, ledger.drop, gradient.nbytes)
+
+    def counted_add(self: Any, index: int, gradient: Tensor) -> None:
+        see(gradient)
         add(self, index, gradient)
+
+    def counted_add_all(self: Any, gradients: dict[int, Tensor]) -> None:
+        for gradient in gradients.values():
+            see(gradient)
+        with mock.patch.object(type(self), "add", add):
+            add_all(self, gradients)
 
     def counted_gather(output: Tensor, input: Tensor, *args: Any, **rest: Any) -> Any:
         ledger.sent += output.nbytes - input.nbytes
@@ -191,6 +201,7 @@ def counted(ledger: Ledger) -> Iterator[None]:
         mock.patch.object(transport, "mapped_empty", counted_empty),
         mock.patch.object(codec, "mapped_empty", counted_empty),
         mock.patch.object(gradients.GradientBuffer, "add", counted_add),
+        mock.patch.object(gradients.GradientBuffer, "add_all", counted_add_all),
         mock.patch.object(dist, gather.__name__, counted_gather),
         mock.patch.object(dist, scatter.__name__, counted_scatter),
         mock.patch.object(dist, "all_to_all_single", counted_exchange),

@@ -45,7 +45,7 @@ def test_gathers_and_reductions_take_turns_in_a_block() -> None:
     # The tensors of 4 and 1 are the first half of the gradients: F, G, R, they, and 4 bytes for
     # each reduced gradient and the sum. Later there are two F and M, which is less. In the last
     # block, where nothing is left to gather, F, G, R and M; ten gradients have been reduced.
-    assert peak(unit(0, root=True), *blocks) == 20 * 4 + 4 * 11
+    assert peak(unit(0, root=True), *blocks) == 20 * 4 + 4 * 10
     # With room for two, one of each is under way: with half of the gradients 2 F, G, R and them.
     more = peak(unit(0, root=True), *blocks, in_flight=3)
     assert more > 20 * 4 + 2 * 5
@@ -58,12 +58,11 @@ def test_a_message_of_small_units_is_there_until_the_last_has_its_part() -> None
 
     # In the forward of the eleventh unit: the message, its parameters and those of the last one.
     assert peak_of(trainable=False).num_bytes == 20 * (12 + 2)
-    # In backward the message of all reductions is a copy of the gradients, beside what arrives. The
-    # last unit in forward was not gathered again, so it is reduced alone.
+    # In backward the message of all reductions is a copy of the gradients, beside what arrives. It
+    # is sent when the first unit has ended: no parameters are there any more.
     assert peak_of(trainable=True).parts == {
-        account.GATHERED: 20 * (12 + 1),
-        account.LOCAL: 2 * 20 * 11,
-        account.REDUCING: 20 * 11,
+        account.LOCAL: 2 * 20 * 12,
+        account.REDUCING: 20 * 12,
     }
 
 

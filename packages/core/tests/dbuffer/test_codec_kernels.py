@@ -26,8 +26,8 @@ from vescale_fsdp.dbuffer import (
     BlockCodec,
     Coding,
     DBuffer,
+    EncodedShard,
     KeptCodes,
-    Outbox,
     SlabPool,
 )
 from vescale_fsdp.dbuffer import codec_launches as launching
@@ -464,7 +464,7 @@ def operators(num_shards: int) -> int:
             launch.reset_mock()
             with Counted() as counted:
                 start_encoded_gather(
-                    codec, buffer, buffer.shard, 0, POOL, lambda *_: Done(), Outbox()
+                    codec, buffer, buffer.shard, 0, POOL, lambda *_: Done(), EncodedShard()
                 ).wait()
     return counted.count + launch.call_count
 

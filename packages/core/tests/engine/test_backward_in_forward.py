@@ -90,12 +90,14 @@ class OwnLoss(Base):
 
 
 class Codebook(Base):
-    """Writes to the data of a parameter before and after a backward."""
+    """Writes to a parameter before and after a backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        self.last.bias.data.mul_(0.9)
+        with torch.no_grad():
+            self.last.bias.mul_(0.9)
         self.last(x.detach()).square().mean().backward()
-        self.last.weight.data.mul_(0.9)
+        with torch.no_grad():
+            self.last.weight.mul_(0.9)
         return self.last(self.through(self.first(x)))
 
 

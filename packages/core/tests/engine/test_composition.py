@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from vescale_fsdp import fully_shard
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
+from vescale_fsdp.testing.ranks import close_pools
 
 from . import composition_scenarios as scenarios
 from .composition_scenarios import WIDTH, Net, Shard, alone, inputs, sharded
@@ -222,7 +223,6 @@ def while_unsharded(model: nn.Module) -> Any:
 
 def what_outlives(stage: Callable[[nn.Module], Any]) -> list[str]:
     fully_shard(nn.Linear(2, 2))  # the first of a process imports what keeps a frame alive
-    gc.collect()
     gc.disable()
     try:
         model = sharded(fully_shard, make(Net))
@@ -255,6 +255,7 @@ def what_outlives(stage: Callable[[nn.Module], Any]) -> list[str]:
     [after_forward, after_backward, while_gradients_wait, after_a_broken_forward, while_unsharded],
 )
 def test_all_memory_of_a_model_goes_with_it_at_any_time(stage: Callable[[nn.Module], Any]) -> None:
+    close_pools()  # models use the same scratch memory, and tests before may have kept one
     assert run_ranks(what_outlives, 2, stage) == [[], []]
 
 

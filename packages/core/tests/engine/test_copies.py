@@ -272,6 +272,7 @@ def check_marks_of_a_plain_copy() -> None:
     assert not torch.equal(twin(x), before)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo
 def test_a_plain_copy_inherits_no_marks() -> None:
     run_ranks(check_marks_of_a_plain_copy, WORLD_SIZE)
 

@@ -64,14 +64,14 @@ def step_of(options: dict[str, Any]) -> Events:
             """gather root, gather a, forward root, gather b, forward a, free a, gather c,
             forward b, free b, forward c, free c, loss,
             gather c, backward root, gather b, backward c, free c, reduce c, gather a, backward b,
-            free b, reduce b, backward a, free a, free root, reduce a, reduce root, end""",
+            free b, reduce b, backward a, free a, reduce a, free root, reduce root, end""",
         ),
         (
             {"reshard_after_forward": True},
             """gather root, gather a, forward root, gather b, forward a, free a, gather c,
             forward b, free b, forward c, free c, free root, loss,
             gather root, gather c, backward root, gather b, backward c, free c, reduce c, gather a,
-            backward b, free b, reduce b, backward a, free a, free root, reduce a, reduce root,
+            backward b, free b, reduce b, backward a, free a, reduce a, free root, reduce root,
             end""",
         ),
         (
@@ -79,14 +79,14 @@ def step_of(options: dict[str, Any]) -> Events:
             """gather root, gather a, forward root, gather b, forward a, gather c, forward b,
             forward c, loss,
             backward root, backward c, free c, reduce c, backward b, free b, reduce b, backward a,
-            free root, free a, reduce a, reduce root, end""",
+            free a, reduce a, free root, reduce root, end""",
         ),
         (
             {"in_flight": 1},
             """gather root, forward root, gather a, forward a, free a, gather b, forward b, free b,
             gather c, forward c, free c, loss,
             backward root, gather c, backward c, free c, reduce c, gather b, backward b, free b,
-            reduce b, gather a, backward a, free a, free root, reduce a, reduce root, end""",
+            reduce b, gather a, backward a, free a, reduce a, free root, reduce root, end""",
         ),
     ],
     ids=["default", "released", "kept", "no_prefetch"],
@@ -94,7 +94,7 @@ def step_of(options: dict[str, Any]) -> Events:
 def test_the_next_gather_begins_before_a_unit_runs_and_its_reduction_before_the_next_unit_runs(
     options: dict[str, Any], expected: str
 ) -> None:
-    # The root and a have no input that wants a gradient: the end of the backward reduces them.
+    # The root and a have no input that wants a gradient. They are reduced as the others are.
     assert_events(step_of, expected, options)
 
 
@@ -108,15 +108,32 @@ def test_the_first_forward_gathers_each_unit_when_it_runs() -> None:
     assert_events(first_forward, expected)
 
 
-def step_to_the_input() -> Events:
-    events = events_of_second(sharded(), step_with_gradient_of_the_input)
+def step_to_a_layer_before(model: Stack) -> None:
+    x = torch.ones(2, 16, requires_grad=True) * 2.0
+    x.register_hook(lambda _: mark("before"))
+    model(x).sum().backward()
+
+
+def backward_to_a_layer_before() -> Events:
+    events = events_of_second(sharded(), step_to_a_layer_before)
     return events[events.index("backward b") :]
 
 
 def test_a_unit_is_released_and_reduced_before_its_gradients_go_on_to_what_was_before_it() -> None:
     expected = """backward b, free b, reduce b, backward a, free a, reduce a, free root,
-        reduce root, input, end"""
-    assert_events(step_to_the_input, expected)
+        reduce root, before, end"""
+    assert_events(backward_to_a_layer_before, expected)
+
+
+def backward_to_the_input() -> Events:
+    events = events_of_second(sharded(), step_with_gradient_of_the_input)
+    return events[events.index("backward a") :]
+
+
+def test_a_leaf_gets_its_gradient_first() -> None:
+    # Autograd gives gradients to leaves before it runs any other node that is ready.
+    expected = "backward a, input, free a, reduce a, free root, reduce root, end"
+    assert_events(backward_to_the_input, expected)
 
 
 def called_twice(model: Stack) -> None:
@@ -133,7 +150,7 @@ def backward_of_two_calls() -> Events:
 def test_units_called_twice_are_gathered_once_in_backward_and_reduced_after_the_last_call() -> None:
     expected = """loss, gather c, backward root, gather b, backward c, gather a, backward b,
         backward a, backward root, backward c, free c, reduce c, backward b, free b, reduce b,
-        backward a, free a, free root, reduce a, reduce root, end"""
+        backward a, free a, reduce a, free root, reduce root, end"""
     assert_events(backward_of_two_calls, expected)
 
 
@@ -147,8 +164,8 @@ def test_recomputation_uses_the_gather_of_backward_and_releases_nothing(
     model_class: type[Stack],
 ) -> None:
     expected = """loss, gather c, backward root, gather b, forward c, backward c, free c, reduce c,
-        gather a, forward b, backward b, free b, reduce b, backward a, free a, free root,
-        reduce a, reduce root, end"""
+        gather a, forward b, backward b, free b, reduce b, backward a, free a, reduce a,
+        free root, reduce root, end"""
     assert_events(step_with_checkpoints, expected, model_class)
 
 
@@ -169,7 +186,7 @@ def test_a_list_of_modules_is_gathered_before_its_first_and_released_after_its_l
     expected = """gather root, gather a, forward root, gather b+c, forward a, free a, forward b,
         forward c, free b+c, loss,
         gather b+c, backward root, gather a, backward c, backward b, free b+c, reduce b+c,
-        backward a, free a, free root, reduce a, reduce root, end"""
+        backward a, free a, reduce a, free root, reduce root, end"""
     assert_events(step_with_a_list, expected)
 
 
@@ -230,7 +247,7 @@ def test_prefetch_lists_are_gathered_in_their_order_when_the_unit_begins() -> No
     expected = """gather root, gather a, gather b, forward root, gather c, forward a, free a,
         forward b, free b, forward c, free c, loss,
         gather c, gather b, backward root, backward c, free c, reduce c, gather a, backward b,
-        free b, reduce b, backward a, free a, free root, reduce a, reduce root, end"""
+        free b, reduce b, backward a, free a, reduce a, free root, reduce root, end"""
     assert_events(step_with_lists, expected)
 
 
@@ -246,7 +263,7 @@ def step_with_frozen_layers() -> Events:
 
 def test_frozen_units_are_gathered_on_the_way_of_a_gradient_and_not_reduced() -> None:
     expected = """loss, gather c, backward root, gather b, backward c, free c, gather a,
-        backward b, free b, backward a, free a, free root, reduce a, reduce root, end"""
+        backward b, free b, backward a, free a, reduce a, free root, reduce root, end"""
     assert_events(step_with_frozen_layers, expected)
 
 
@@ -287,14 +304,14 @@ def test_micro_batches_without_synchronization_gather_and_release_and_reduce_not
     silent = """gather c, backward root, gather b, backward c, free c, gather a, backward b,
         free b, backward a, free a, free root, end"""
     last = """gather c, backward root, gather b, backward c, free c, reduce c, gather a, backward b,
-        free b, reduce b, backward a, free a, free root, reduce a, reduce root, end"""
+        free b, reduce b, backward a, free a, reduce a, free root, reduce root, end"""
     expected = [f"{FORWARD} {silent}", f"{FORWARD} {silent}", f"{FORWARD} {last}"]
     assert_micro_batches(expected, {}, True)
 
 
 SILENT = "backward root, backward c, backward b, backward a, end"
 LAST = """backward root, backward c, free c, reduce c, backward b, free b, reduce b, backward a,
-    free root, free a, reduce a, reduce root, end"""
+    free a, reduce a, free root, reduce root, end"""
 
 
 def test_micro_batches_that_keep_everything_gather_once() -> None:
@@ -309,7 +326,7 @@ def test_a_forward_uses_what_the_backward_before_it_has_kept() -> None:
     silent = """gather c, backward root, gather b, backward c, gather a, backward b, backward a,
         end"""
     last = """gather c, backward root, gather b, backward c, free c, reduce c, gather a, backward b,
-        free b, reduce b, backward a, free a, free root, reduce a, reduce root, end"""
+        free b, reduce b, backward a, free a, reduce a, free root, reduce root, end"""
     later = """forward root, forward a, free a, forward b, free b, forward c, free c, loss,"""
     expected = [f"{FORWARD} {silent}", f"{later} {silent}", f"{later} {last}"]
     assert_micro_batches(expected, {}, False)
@@ -413,18 +430,18 @@ def step_with_replicas(max_input_buffers: int | None) -> Events:
 
 
 @pytest.mark.parametrize(
-    ("max_input_buffers", "end"),
+    ("max_input_buffers", "rest"),
     [
-        (None, "reduce a, sum b, reduce root, sum a, sum root, end"),
-        (1, "sum b, reduce a, sum a, reduce root, sum root, end"),
+        (None, "sum c, reduce b, backward a, sum b, reduce a, sum a, reduce root, sum root"),
+        (1, "sum c, reduce b, backward a, sum b, reduce a, sum a, reduce root, sum root"),
+        (2, "reduce b, backward a, sum c, reduce a, sum b, reduce root, sum a, sum root"),
     ],
 )
 def test_the_sum_over_replicas_comes_after_the_reduction_and_waits_for_no_other(
-    max_input_buffers: int | None, end: str
+    max_input_buffers: int | None, rest: str
 ) -> None:
-    # One reduction is under way at a time: the next one lets it go on to the replicas. When the
-    # backward has ended there is room for one more, unless the user has said how many.
-    expected = f"""loss, backward root, backward c, reduce c, backward b, sum c, reduce b,
-        backward a, {end}"""
+    # One reduction is under way at a time, unless the user has said how many: the next one lets it
+    # go on to the replicas.
+    expected = f"loss, backward root, backward c, reduce c, backward b, {rest}, end"
     for found in run_ranks(step_with_replicas, 4, max_input_buffers, timeout_s=30):
         assert ", ".join(found) == " ".join(expected.split())

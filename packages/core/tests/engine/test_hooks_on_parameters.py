@@ -145,3 +145,20 @@ def check_shape() -> None:
     model.scale.register_hook(take)
     with pytest.raises(RuntimeError, match=r"a hook on 'scale' .* shape \(1,\); expected \(6,\)"):
         model(torch.randn(3, WIDTH)).square().sum().backward()
+
+
+def check_between() -> None:
+    """Autograd calls them when it comes to the shard, which has no gradient yet."""
+    models = [make(), make()]
+    shard(models[1])
+    x = torch.randn(4, WIDTH)
+    for model in models:
+        loss = model(x).square().sum()
+        put_hooks(model)
+        loss.backward()
+    for name, gradient in full_gradients(models[1]).items():
+        torch.testing.assert_close(gradient, models[0].get_parameter(name).grad)
+
+
+def test_they_may_be_put_on_between_a_forward_and_its_backward() -> None:
+    run_ranks(check_between, 1)

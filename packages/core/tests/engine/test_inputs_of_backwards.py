@@ -5,6 +5,8 @@ GANs train one of two models by ``inputs``; VQGAN weighs its losses by gradients
 
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import pytest
@@ -13,9 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.testing import run_ranks
 
-from .helpers import assert_bit_equal, averaged_gradients, full, full_gradients, shard_units
+from .helpers import (
+    assert_bit_equal,
+    averaged_gradients,
+    full,
+    full_gradients,
+    full_parameters,
+    shard_units,
+)
 
 WIDTH = 6
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -91,14 +101,15 @@ def check_grad(options: dict[str, Any], rtol: float = 0, atol: float = 0) -> Non
     params = [list(model.parameters()) for model in (plain, sharded)]
     for step in range(3):
         found: list[list[Tensor]] = []
-        for model, (scale, *_, bias) in zip((plain, sharded), params, strict=True):
+        for model, (scale, _, _, shard, *_, bias) in zip((plain, sharded), params, strict=True):
             y = model(batch(step))
+            # Where it stays unsharded, the attribute is what this forward has computed with.
             weight, last = model.generator[2].weight, [bias, scale]
             first = torch.autograd.grad(y.square().mean(), weight, retain_graph=True)
             rest = torch.autograd.grad(y.mean(), last, retain_graph=True)
             named = torch.autograd.grad(y.sum(), {"w": weight}, retain_graph=True)["w"]
             unused = torch.autograd.grad(
-                model.generator(batch(step)).sum(), [weight, *last], allow_unused=True
+                model.generator(batch(step)).sum(), [shard, *last], allow_unused=True
             )
             assert unused[1] is unused[2] is None
             y.mean().backward()
@@ -127,45 +138,52 @@ class Branch(nn.Module):
 
 
 def check_left_out() -> None:
-    torch.manual_seed(0)
-    plain, sharded = Branch(), Branch()
-    sharded.load_state_dict(plain.state_dict())
-    shard_units(sharded, [sharded.unit])
-    for step in range(3):
-        found: list[list[Tensor | None]] = []
-        for model in (plain, sharded):
-            params, loss = list(model.parameters()), model(batch(step).requires_grad_()).mean()
-            loss.backward(inputs=params, retain_graph=True)
-            found.append([*torch.autograd.grad(loss, params, allow_unused=True)])
-        assert_bit_equal(full_gradients(sharded), averaged_gradients(plain))
-        for one, other in zip(*found, strict=True):
-            assert other is not None  # a rank has it
-            total = torch.zeros(other.shape) if one is None else one.contiguous()
-            dist.all_reduce(total)
-            assert torch.equal(full(other), total / 2)
-        for model in (plain, sharded):
-            model.zero_grad()
-    penalty = sum(param.square().sum() for param in sharded.parameters())
-    loss = sharded(batch(0).requires_grad_()).mean()
-    penalty.backward(inputs=list(sharded.parameters()))  # which the model has no part in
-    loss.backward()
+    os.environ["VESCALE_FSDP_TIMEOUT_S"] = "2"
+    model = Branch()
+    shard_units(model, [model.unit])
+    loss = model(batch(0).requires_grad_()).mean()
+    if dist.get_rank() == 0:
+        with pytest.raises(RankMismatchError, match="rank 1 did not come to compare the next step"):
+            loss.backward(inputs=list(model.parameters()))
+    else:  # autograd has nothing to do, and so does not tell of this backward
+        loss.backward(inputs=list(model.parameters()))
+        time.sleep(4)
 
 
-def test_a_rank_takes_part_that_has_left_all_of_them_out() -> None:
+def test_a_rank_waits_for_one_that_has_left_all_of_them_out() -> None:
     run_ranks(check_left_out, 2)
 
 
-def test_a_penalty_on_shards_is_differentiated_by_itself() -> None:
+def check_penalty_by_inputs() -> None:
+    _, sharded = made({})
+    for step in range(3):
+        loss = sharded(batch(step)).mean()
+        params = list(sharded.parameters())
+        penalty = sum(param.square().sum() for param in params)
+        penalty.backward(inputs=params)  # which the model has no part in
+        expected = {name: 2 * each for name, each in full_parameters(sharded).items()}
+        assert_bit_equal(full_gradients(sharded), expected)
+        loss.backward()
+        sharded.zero_grad()
+
+
+def test_a_backward_of_a_penalty_leaves_the_model_alone() -> None:
+    run_ranks(check_penalty_by_inputs, 2)
+
+
+def test_a_penalty_on_shards_is_differentiated_by_itself_and_in_a_loss() -> None:
     run_ranks(check_penalty, 2)
 
 
 def check_penalty() -> None:
-    _, sharded = made({})
+    plain, sharded = made({})
     weight = sharded.critic.weight
     y = sharded(batch(0)).sum()
     (grad,) = torch.autograd.grad(weight.square().sum(), weight)
     assert torch.equal(grad.full_tensor(), 2 * weight.full_tensor())  # type: ignore[attr-defined]
-    with pytest.raises(NotImplementedError, match="both through a forward and directly"):
-        torch.autograd.grad(y + weight.square().sum(), weight)
+    (grad,) = torch.autograd.grad(y + weight.square().sum(), weight)  # in the loss in two ways
+    plain(batch(0)).sum().backward()
+    expected = averaged_gradients(plain)["critic.weight"] + 2 * plain.critic.weight.detach()
+    torch.testing.assert_close(grad.full_tensor(), expected)  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match="not have been used in the graph"):
         torch.autograd.grad(sharded.generator(batch(0)).sum(), weight)

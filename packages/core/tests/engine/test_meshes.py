@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from vescale_fsdp import RankMismatchError, clip_grad_norm_, fully_shard
 from vescale_fsdp.engine import axes
@@ -164,3 +166,25 @@ def test_nccl_connects_by_each_collective_of_a_step() -> None:
     over_replicas = ["all_reduce of 2", "all_gather_single of 2"]
     for found in run_ranks(connected, WORLD_SIZE):
         assert found == [*flat, *square, *over_replicas]
+
+
+_groups: list[weakref.ref[dist.ProcessGroup]] = []  # of the last call, on this rank
+
+
+def make_communicators() -> None:
+    model = fully_shard(nn.Linear(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    mesh = init_device_mesh("cpu", (2,))
+    distribute_tensor(torch.ones(2), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+    comm = axes.comm_for(axes.Axes.of(mesh))
+    _groups[:] = [weakref.ref(group) for group in (comm.gather_group, comm.reduce_group)]
+
+
+def communicators_that_stay() -> int:
+    return sum(group() is not None for group in _groups)
+
+
+def test_communicators_end_with_torch_distributed() -> None:
+    """Each has threads; those of gloo wake a hundred times a second."""
+    run_ranks(make_communicators, 2)
+    assert run_ranks(communicators_that_stay, 2) == [0, 0]

@@ -1,4 +1,4 @@
-"""A module around a sharded one: its ``parameters`` and ``zero_grad`` reach the sharded ones."""
+"""``parameters`` and ``zero_grad`` of a sharded module, of its parts, and of a module around it."""
 
 from __future__ import annotations
 
@@ -57,21 +57,23 @@ def test_zero_grad_between_forward_and_backward(sharding: str) -> None:
     run_ranks(check_zero_grad, WORLD_SIZE, sharding)
 
 
-def check_accumulated(_: str) -> None:
+def check_accumulated() -> None:
     around, model = made("zero3")
     around(torch.ones(2, 4)).sum().backward()
-    wanted = norm_of(model)
-    around.zero_grad()
-    model.set_requires_gradient_sync(False)
-    around(torch.ones(2, 4)).sum().backward()
-    around.zero_grad()  # what was accumulated is not in ``.grad`` yet
-    model.set_requires_gradient_sync(True)
-    around(torch.ones(2, 4)).sum().backward()
-    assert norm_of(model) == wanted
+    once = norm_of(model)
+    for clears, expected in ((model, once), (around, 2 * once)):
+        around.zero_grad()
+        model.set_requires_gradient_sync(False)
+        around(torch.ones(2, 4)).sum().backward()
+        clears.zero_grad()  # what was accumulated is not in ``.grad`` yet
+        model.set_requires_gradient_sync(True)
+        around(torch.ones(2, 4)).sum().backward()
+        assert norm_of(model) == expected
 
 
-def test_zero_grad_drops_what_is_accumulated() -> None:
-    run_ranks(check_accumulated, WORLD_SIZE, "")
+def test_zero_grad_of_the_sharded_module_drops_what_is_accumulated() -> None:
+    # That of a module around it clears what is in ``.grad``, as with FSDP2.
+    run_ranks(check_accumulated, WORLD_SIZE)
 
 
 class Parallel(nn.Module):
@@ -103,13 +105,13 @@ def check_clears_a_part(set_last: str, options: dict[str, Any], replicas: int | 
         getattr(model, set_last)(False)
         model(torch.full((1, 5), 2.0)).sum().backward()
         first.zero_grad(set_to_none=number != 1)
-        for layer in (a, c)[:number]:
-            layer.zero_grad()
-        torch.optim.SGD(second.parameters()).zero_grad()  # clears ``.grad`` only
+        for part in (a, unit)[:number]:
+            part.zero_grad()  # that of ``a``, which is no unit, clears ``.grad`` only
+        torch.optim.SGD(second.parameters()).zero_grad()  # so does this
         getattr(model, set_last)(True)
         model(torch.ones(1, 5)).sum().backward()
         for layer in (first, second, a, b, c):
-            is_cleared = layer in (first, *(a, c)[:number])
+            is_cleared = layer is first or (number == 2 and layer in (a, b, c))
             wanted = torch.full((3, 5), 1.0 if is_cleared else 3.0)
             assert torch.equal(layer.weight.grad.full_tensor(), wanted), (number, layer)
         model.zero_grad()
@@ -118,6 +120,8 @@ def check_clears_a_part(set_last: str, options: dict[str, Any], replicas: int | 
     groups = [group for each in units_in(model).values() for group in each.groups]
     assert any(group.gradients.awaits_more for group in groups)
     Around(model).zero_grad()
+    assert any(group.gradients.awaits_more for group in groups)
+    model.zero_grad()
     assert not any(group.gradients.awaits_more for group in groups)
 
 
@@ -140,11 +144,11 @@ def test_zero_grad_of_a_part_drops_what_is_accumulated_for_it_alone(
 def check_parameters(sharding: str) -> None:
     around, model = made(sharding)
     before = list(around.named_parameters())
-    seen: list[list[bool]] = []
+    seen: list[Any] = []
 
-    def look(module: nn.Module, *_: Any) -> None:
-        weights = [p for p in module.parameters() if p.dim() == 2]
-        seen.append([type(weight) is nn.Parameter for weight in weights])
+    def look(module: nn.Linear, *_: Any) -> None:
+        seen.append([(name, id(p)) for name, p in module.named_parameters(prefix="module.2")])
+        seen.append([isinstance(p, DTensor) for p in (module.weight, module.bias)])
 
     model[2].register_forward_hook(look)
     loss = around(torch.ones(2, 4)).sum()
@@ -153,12 +157,34 @@ def check_parameters(sharding: str) -> None:
     assert list(around.parameters()) == [p for _, p in between]
     assert not any(unit.is_sharded for unit in [unit_of(model)])
     loss.backward()
-    assert seen == [[True]]  # within forward they are what forward computes with
+    shards = [(name, id(p)) for name, p in before if name.startswith("module.2.")]
+    assert seen == [shards, [False, False]]  # attributes are what forward computes with
 
 
 @pytest.mark.parametrize("sharding", ["zero3", "zero1"])
 def test_parameters_between_forward_and_backward(sharding: str) -> None:
     run_ranks(check_parameters, WORLD_SIZE, sharding)
+
+
+def check_unsharded_by_hand() -> None:
+    model = made("zero3")[1]
+    shards = list(model.parameters())
+    for _ in range(2):
+        for unit in (model[0], model):
+            unit.unshard()
+        assert not any(isinstance(p, DTensor) for p in model.parameters())
+        loss = model(torch.ones(2, 4)).sum()
+        between = list(model.parameters())
+        loss.backward()
+        for seen in (between, list(model.parameters())):
+            assert all(a is b for a, b in zip(seen, shards, strict=True))
+        assert all(p.grad is not None for p in shards)
+        model.zero_grad()
+
+
+def test_a_forward_ends_what_was_unsharded_by_hand() -> None:
+    # Pipelines of torch unshard a stage before its forward, and look for its parameters after it.
+    run_ranks(check_unsharded_by_hand, WORLD_SIZE)
 
 
 def test_other_modules_are_as_before() -> None:
@@ -250,7 +276,7 @@ def check_compiled() -> None:
     fully_shard(model)
     x = torch.ones(2, 4)
     expected = model(x)
-    for layer in (*model, plain):  # after the methods of nn.Module were replaced
+    for layer in (*model, plain):
         layer.compile(backend="eager")
     assert torch.equal(model(x), expected)
     model(x).sum().backward()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from vescale_fsdp.engine.engine import Engine
+from vescale_fsdp.engine.gather import Gathered
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.unit import Unit, units_in
 from vescale_fsdp.testing import run_ranks
@@ -39,7 +39,7 @@ def blocks_of(**options: Any) -> nn.Module:
 
 
 def events_of_a_backward(model: nn.Module) -> list[str]:
-    """Gathers that begin, gradients, reductions that begin and that have landed."""
+    """Gathers that begin, gradients of a half, reductions that begin and that have landed."""
     events: list[str] = []
 
     def noting(what: str, method: Callable[..., Any], name: Callable[[Any], str]) -> Any:
@@ -52,11 +52,11 @@ def events_of_a_backward(model: nn.Module) -> list[str]:
 
     loss = model(torch.ones(1, WIDTH, requires_grad=True)).sum()
     owners = {id(g.gradients): unit.fqn for unit in units_in(model).values() for g in unit.groups}
-    arrived = Engine.gradient_arrived
+    take = Gathered.take
 
-    def gradient(self: Engine, unit: Unit, num_elements: int) -> None:
-        events.append(f"gradient {unit.fqn}")
-        arrived(self, unit, num_elements)
+    def gradients(self: Gathered, node: Any, place: int, grads: Any) -> Any:
+        events.append(f"gradient {self.unit.fqn}")
+        return take(self, node, place, grads)
 
     def of_gradients(gradients: Gradients) -> str:
         return owners[id(gradients)]
@@ -68,7 +68,7 @@ def events_of_a_backward(model: nn.Module) -> list[str]:
         mock.patch.object(Unit, "start_unshard", started),
         mock.patch.object(Gradients, "start_reduce", reduces),
         mock.patch.object(Gradients, "finish_reduce", landed),
-        mock.patch.object(Engine, "gradient_arrived", gradient),
+        mock.patch.object(Gathered, "take", gradients),
     ):
         loss.backward()
     return events

@@ -15,7 +15,7 @@ from vescale_fsdp.program.reductions import Reduction, Reductions
 
 NAMES = ["", "a", "a.x", "a.y", "b", "b.x", "b.y", "c", "c.x", "c.y", "head"]
 # As in a ModuleList: blocks.0, blocks.1, ...; a, b and c above stand for them.
-_BLOCKS = {letter: f"blocks.{'abc'.index(letter)}" for letter in "abc"}
+_BLOCKS = {part: f"blocks.{'abc'.index(part)}" for part in "abc"}
 UNITS = Names(
     [_BLOCKS.get(name[:1], name[:1]) + name[1:] for name in NAMES],
     ["Block" if name[:1] in ("a", "b", "c") else "Other" for name in NAMES],

@@ -146,7 +146,7 @@ def check_load(folder: str) -> dict[str, Tensors]:
 
 def test_resumed_runs_have_the_bits_of_those_that_go_on(tmp_path: Path) -> None:
     saved = run_ranks(check_save, 2, str(tmp_path))[0]
-    for world_size in (1, 3, 4):
+    for world_size in (1, 3):  # fewer, and more
         for loaded in run_ranks(check_load, world_size, str(tmp_path)):
             for kind, tensors in saved.items():
                 assert_bit_equal(loaded[kind], tensors)

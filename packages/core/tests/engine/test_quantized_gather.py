@@ -139,10 +139,10 @@ def check_choice() -> None:
     model.head = nn.Linear(12, 23, bias=False)  # not tied: told by its name and its rows
     shard_units(model, model.blocks, gather_codec=QuantizedGather(block=(4, 4)))
     chosen = [
-        slot.fqn
+        fsdp_param.fqn
         for unit in units_in(model).values()
         for group in unit.groups
-        for slot, (gather, _) in zip(group.slots, group.codings, strict=True)
+        for fsdp_param, (gather, _) in zip(group.fsdp_params, group.codings, strict=True)
         if gather
     ]
     assert chosen == ["qkv.weight", "out.weight", "up.weight", "down.weight"] * 2
@@ -233,7 +233,7 @@ def test_weights_are_encoded_once_for_each_optimizer_step() -> None:
 
 def messages_held(model: nn.Module) -> int:
     groups = [group for unit in units_in(model).values() for group in unit.groups]
-    return sum(group._outbox._message is not None for group in groups)
+    return sum(group._encoded_shard._message is not None for group in groups)
 
 
 def check_memory() -> None:

@@ -9,7 +9,7 @@ from .ranks.model import Checkpoint, Spec
 from .ranks.scenarios import Scenario, Step, scenarios
 
 NUM_EXAMPLES = 10_000
-NUM_PARTS = 8
+NUM_PARTS = 16  # one at each change
 
 # A unit without parameters, whose result one rank drops, around one that is checkpointed.
 DROPPED_AROUND_A_CHECKPOINT = Scenario(

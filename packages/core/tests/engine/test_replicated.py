@@ -56,7 +56,9 @@ def check_one_copy() -> None:
     model = sharded("ddp")
     before = [local(p).data_ptr() for p in model.parameters()]
     seen: list[int] = []
-    model[0].register_forward_hook(lambda m, *_: seen.extend(p.data_ptr() for p in m.parameters()))
+    model[0].register_forward_hook(
+        lambda m, *_: seen.extend(p.data_ptr() for p in (m.weight, m.bias))
+    )
     backward(model, 0)
     assert seen == before[:2]
 
@@ -109,6 +111,52 @@ def check_ways_to_hold(sharding: str) -> None:
     assert torch.equal(local(whole), seen[2])
     assert torch.equal(torch.from_numpy(array), seen[4])
     assert torch.equal(local(kept[0]), seen[-2])
+
+
+def check_more_ways_to_hold(sharding: str) -> None:
+    """A detached one, the local tensor itself, its data, and a graph."""
+    model = sharded(sharding, LONG)
+    params = list(model.parameters())
+    backward(model, 0)
+    seen = [local(p.grad).clone() for p in params]
+    detached: Any = params[0].grad
+    detached = detached.detach()
+    with torch.no_grad():
+        part = local(params[2].grad)
+    data = local(params[4].grad).data
+    factor = torch.ones_like(params[6]).requires_grad_()
+    product = params[6].grad * factor
+    model.zero_grad()
+    backward(model, 1)
+    again: Any = params[0].grad
+    again.mine = True
+    model.zero_grad()
+    backward(model, 2)
+    assert not hasattr(params[0].grad, "mine"), "a gradient is a new tensor in each step"
+    assert torch.equal(local(detached), seen[0])
+    assert torch.equal(part, seen[2])
+    assert torch.equal(data, seen[4])
+    (of_product,) = torch.autograd.grad(product.sum(), factor)
+    assert torch.equal(local(of_product), seen[6])
+
+
+def check_shards_of_hooks(sharding: str) -> None:
+    model = sharded(sharding, LONG)
+    shards: list[Tensor] = []
+    for block in model:
+        block.set_all_reduce_hook(shards.append)  # type: ignore[operator]
+    backward(model, 0)
+    before = [shard.clone() for shard in shards]
+    assert before, "a hook is called for each block"
+    model.zero_grad()
+    backward(model, 1)
+    assert all(torch.equal(shard, was) for shard, was in zip(shards, before, strict=False))
+
+
+def check_held_gradients(sharding: str) -> None:
+    check_ways_to_hold(sharding)
+    check_more_ways_to_hold(sharding)
+    check_shards_of_hooks(sharding)
 
 
 def check_gradients_that_add_up(sharding: str) -> None:
@@ -246,7 +294,7 @@ def test_memory_of_gradients_is_used_again_if_nobody_holds_them(
 
 @pytest.mark.parametrize("sharding", ROWS)
 def test_gradients_stay_with_who_holds_them(sharding: str) -> None:
-    run_ranks(check_ways_to_hold, 2, sharding)
+    run_ranks(check_held_gradients, 2, sharding)
 
 
 @pytest.mark.sampled(3)

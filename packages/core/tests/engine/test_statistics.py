@@ -17,6 +17,7 @@ from vescale_fsdp.engine import remesh
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import full_parameters
+from .test_budget import SLOW
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -226,7 +227,9 @@ def test_ranks_that_cast_other_statistics_are_told() -> None:
 
 def within_a_budget() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    fully_shard(model, mp_policy=BF16, budget=Budget(memory="1GiB", inputs=torch.randn(4, 4)))
+    # The blocks are measured, the machine is not.
+    budget = Budget(memory="1GiB", inputs=torch.randn(4, 4), machine=SLOW)
+    fully_shard(model, mp_policy=BF16, budget=budget)
     model(torch.randn(4, 4)).float().sum().backward()
 
 

@@ -84,7 +84,9 @@ def check_owner() -> None:
     model = make(Tied)
     shard_both_then_root(model)
     owned = {
-        name: [slot.fqn for group in unit_of(module).groups for slot in group.slots]
+        name: [
+            fsdp_param.fqn for group in unit_of(module).groups for fsdp_param in group.fsdp_params
+        ]
         for name, module in model.named_modules()
     }
     assert owned == {
@@ -153,9 +155,11 @@ def check_shared_module(kind: str) -> None:
     for names in calls:
         modules = [model.get_submodule(name) for name in names.split("+")]
         fully_shard(modules if len(modules) > 1 else modules[0])  # type: ignore[call-overload]
-    every = [param for unit in units_in(model).values() for param in unit.slots()]
+    every = [param for unit in units_in(model).values() for param in unit.fsdp_params()]
     assert len(every) == len([*plain.parameters()]), "each is in one unit"
-    owned = {id(slot.sharded) for slot in unit_of(model.get_submodule(owner)).slots()}
+    owned = {
+        id(fsdp_param.sharded) for fsdp_param in unit_of(model.get_submodule(owner)).fsdp_params()
+    }
     assert owned.issuperset(id(param) for param in model.third.shared.parameters())
     assert [name for name, _ in model.named_parameters()] == [
         name for name, _ in plain.named_parameters()
@@ -267,7 +271,7 @@ def check_list_arguments() -> None:
     outer = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard([outer, outer[0]])  # the inner one is part of the outer one
     assert unit_of(outer[0]) is None
-    assert len(unit_of(outer).groups[0].slots) == 4
+    assert len(unit_of(outer).groups[0].fsdp_params) == 4
 
 
 def test_lists_of_modules() -> None:

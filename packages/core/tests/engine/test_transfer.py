@@ -178,10 +178,13 @@ def test_both_models_can_be_trained_on() -> None:
 def check_refused() -> None:
     model = fully_shard(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)))
     x = torch.ones(2, WIDTH)
-    first = model(x).sum()
+    model(x).sum().backward()
     with pytest.raises(ValueError, match=r"sharded already, by an earlier.*shard a copy of it"):
         fully_shard(model[0])
     fully_shard(copy.deepcopy(model[0]))(x).sum().backward()
+    first = model(x).sum()
+    with pytest.raises(RuntimeError, match=r"copied or pickled while.*'weight', 'bias'.*between"):
+        copy.deepcopy(model[0])
     tied = nn.Sequential(fully_shard(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
     tied[1].weight = tied[0].weight
     with pytest.raises(ValueError, match=r"sharded already, by an earlier.*tie parameters before"):

@@ -103,14 +103,16 @@ def check_backward_prefetch() -> None:
         assert_gradients_of_ddp(model, step)
     model.layers[2].set_modules_to_backward_prefetch([model.layers[1], model.layers[0]])
     seen: list[list[int]] = []
-    out = model(inputs_of(0, dist.get_rank()))
 
     def look(_: Tensor) -> None:
         units = [unit_of(layer) for layer in model.layers]
         seen.append([i for i, unit in enumerate(units) if unit and not unit.is_sharded])
 
-    unit_of(model.layers[2]).groups[0].slots[0].gathered.register_hook(look)
-    out.sum().backward()
+    def hook_the_weight(layer: nn.Module, _: Any) -> None:  # each forward has one of its own
+        layer.weight.register_hook(look)
+
+    model.layers[2].register_forward_pre_hook(hook_the_weight)
+    model(inputs_of(0, dist.get_rank())).sum().backward()
     assert seen == [[0, 1, 2]]
 
 

@@ -42,7 +42,7 @@ def sharded(sharding: str | None, **options: object) -> nn.Module:
 
 
 def is_gathered(module: nn.Module) -> bool:
-    return not isinstance(module._parameters["weight"], DTensor)
+    return not isinstance(module.weight, DTensor)
 
 
 def check_training(sharding: str, foreach: bool, **options: object) -> None:

@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from vescale_fsdp import RaggedShard, fully_shard
@@ -98,25 +97,24 @@ class Rows(nn.Module):
 
 
 def check_cut_tensors() -> None:
-    ours, theirs = fully_shard(Rows()), torch_fully_shard(Rows())
-    for net in (ours, theirs):
-        local = net.weight._local_tensor
-        for cut in (nn.Parameter(net.weight.to_local()), local, local.detach()[1:]):
-            with pytest.raises(ValueError, match=r"'x' is a plain tensor .* pass the sharded"):
-                Momentum([("x", cut)])
-        with pytest.raises(ValueError, match="parameter 0 of group 0 is a plain tensor"):
-            Momentum([net.weight.to_local()])  # no leaf: the reason that torch would give
-        optimizer = Momentum(net.parameters())
-        with pytest.raises(ValueError, match="parameter 0 of group 1 is a plain tensor"):
-            optimizer.add_param_group({"params": [local]})
-        assert len(optimizer.param_groups) == len(optimizer.state) == 1
+    net = fully_shard(Rows())
+    local = net.weight.to_local().detach()
+    for cut in (nn.Parameter(net.weight.to_local()), local, local[1:]):
+        with pytest.raises(ValueError, match=r"'x' is a plain tensor .* pass the sharded"):
+            Momentum([("x", cut)])
+    with pytest.raises(ValueError, match="parameter 0 of group 0 is a plain tensor"):
+        Momentum([net.weight.to_local()])  # no leaf: the reason that torch would give
+    optimizer = Momentum(net.parameters())
+    with pytest.raises(ValueError, match="parameter 0 of group 1 is a plain tensor"):
+        optimizer.add_param_group({"params": [local]})
+    assert len(optimizer.param_groups) == len(optimizer.state) == 1
     # A part that is no part, and memory that has been a shard.
     mesh = init_device_mesh("cpu", (2,))
     whole = nn.Parameter(torch.ones(3))
     replica = nn.Parameter(DTensor.from_local(whole.detach(), mesh, [Replicate()]))
     Momentum([whole, replica])
-    freed = ours.weight.to_local().detach()
-    del ours, net, local, cut, optimizer
+    freed = net.weight.to_local().detach()
+    del net, local, cut, optimizer
     Momentum([nn.Parameter(freed)])
 
 

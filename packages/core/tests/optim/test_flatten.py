@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, adam
 
 from vescale_fsdp import Granularity, fully_shard
 from vescale_fsdp.optim import flat as space
@@ -102,6 +102,43 @@ def check_where_the_end_matters() -> None:
 def test_so_it_does_where_bits_depend_on_the_end_of_a_tensor() -> None:
     """Fused kernels and 16-bit parameters, on a CPU."""
     run_ranks(check_where_the_end_matters, 2)
+
+
+def check_whole_registers() -> None:
+    """The parts of this model are multiples of 64 bytes on each rank, but for those of the last."""
+
+    def trained(change: Any, dtype: torch.dtype) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.LayerNorm(32) for _ in range(6)), nn.Linear(32, 5)).to(dtype)
+        fully_shard(net, granularity=Granularity.elements(32))
+        optimizer = change(AdamW(net.parameters(), lr=0.05, fused=True))
+        for step in range(3):
+            optimizer.zero_grad()
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+            net(x.to(dtype)).square().sum().backward()
+            optimizer.step()
+        return net, optimizer
+
+    numbers: list[int] = []  # of the tensors in each call of the kernels
+    kernels = adam.adam
+
+    def counted(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        numbers.append(len(params))
+        kernels(params, *args, **kwargs)
+
+    adam.adam = counted
+    try:
+        for dtype in (torch.float32, torch.float64):
+            flat, plain = trained(flatten_, dtype), trained(lambda optimizer: optimizer, dtype)
+            assert_same(flat, plain)
+            assert numbers[2] < numbers[5] / 2, numbers
+            numbers.clear()
+    finally:  # other tests run in this process
+        adam.adam = kernels
+
+
+def test_fused_kernels_on_a_cpu_step_on_joined_parts_that_fill_registers() -> None:
+    run_ranks(check_whole_registers, 2)
 
 
 def check_long_segments() -> None:

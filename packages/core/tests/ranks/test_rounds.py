@@ -19,7 +19,7 @@ from vescale_fsdp.engine.finite import _merged, _sentence
 from vescale_fsdp.program.record import Record
 from vescale_fsdp.program.record import merge as merge_records
 from vescale_fsdp.ranks.attempt import AbsentError, agree_on_name
-from vescale_fsdp.ranks.ranks import MergeTree, Ranks, first_and_other, merge_pairs
+from vescale_fsdp.ranks.ranks import MergeTree, Ranks, merge_pairs
 
 
 class Counted:
@@ -190,9 +190,9 @@ def test_the_first_rank_that_differs_is_named_wherever_it_is(seed: int) -> None:
 
 
 def test_first_and_other() -> None:
-    assert first_and_other([]) == []
-    assert first_and_other(["aa", "ab"]) == ["aa"]
-    assert first_and_other(["a0", "a1", "b2", "c3"]) == ["a0", "b2"]
+    assert merge_pairs([[], []]) == []
+    assert merge_pairs([["aa", "ab"]]) == ["aa"]
+    assert merge_pairs([["a0", "a1"], ["b2", "c3"]]) == ["a0", "b2"]
 
 
 def record(random: Random, rank: int) -> Record:

@@ -184,3 +184,24 @@ def test_an_answer_counts_also_if_the_first_rank_dies_after_it(
     monkeypatch.setattr(Ranks, "_receive", lambda *_: ["an answer", None])
     monkeypatch.setattr(Ranks, "_isend", send)
     assert Ranks([0, 1], 1, link=link).together("a test", lambda: 1, list) == "an answer"
+
+
+def returns_no_json(combines: bool) -> tuple[float, str]:
+    everyone().barrier("the beginning")
+    begun = time.monotonic()
+    result = {1} if dist.get_rank() == 1 and not combines else 1
+    with pytest.raises(TypeError) as caught:  # the first rank combines
+        everyone().together(
+            "a test", lambda: result, lambda said: [{1}, {1}, {1}] if combines else said
+        )
+    assert everyone().together("the next", lambda: 2, list) == 2
+    return time.monotonic() - begun, str(caught.value)
+
+
+@pytest.mark.parametrize("combines", [False, True])
+def test_all_raise_if_a_result_cannot_be_sent(combines: bool) -> None:
+    found = run_ranks(returns_no_json, 3, combines, timeout_s=60)
+    assert max(seconds for seconds, _ in found) < 10
+    assert all("set is not JSON serializable" in text for _, text in found)
+    del found[0 if combines else 1]  # its own error
+    assert all(text.startswith(f"on rank {0 if combines else 1}: ") for _, text in found)

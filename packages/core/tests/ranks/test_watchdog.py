@@ -113,6 +113,21 @@ def test_the_note_of_a_wait_that_failed_stays_for_the_others() -> None:
     assert "waits for a test" in note
 
 
+def fail_after_rest() -> str:
+    with waits.Waiting("another test", [0]):
+        pass
+    end = time.monotonic() + 20
+    while waits._begun.is_set():  # until the watcher has nothing to look at
+        assert time.monotonic() < end, "the watcher goes on looking"
+        time.sleep(0.05)
+    return fail_after_a_while()
+
+
+def test_the_watcher_rests_without_waits_and_looks_at_the_next_one() -> None:
+    (note,) = run_ranks(fail_after_rest, 1)
+    assert "waits for a test" in note
+
+
 def test_it_is_refused_where_a_wait_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(waits, "_watcher", None)
     monkeypatch.setenv("VESCALE_FSDP_WATCHDOG_S", "soon")

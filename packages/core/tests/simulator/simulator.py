@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from mmap import mmap
 from typing import Any
 from unittest import mock
 
@@ -57,7 +58,8 @@ class Simulator(TorchDispatchMode):
         runs = self.device.runs
         self.allocator = Allocator(num_bytes if runs else 1 << 60, as_cuda=not runs)
         if self.device.runs:
-            self._arena = torch.zeros(num_bytes, dtype=torch.uint8)
+            # Zeros that take memory, and time, only where they are used.
+            self._arena = torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8)
         self._blocks: dict[int, Block] = {}
         self._on_host: set[int] = set()
         self._is_private = False
@@ -337,15 +339,12 @@ class Simulator(TorchDispatchMode):
         name = group.group_name
         number = self._numbers[name] = self._numbers.get(name, 0) + 1
         store = dist.distributed_c10d._get_default_store()
-        prefix = f"simulation {_num_simulations}/{name}/{number}"
-        store.set(f"{prefix}/{dist.get_rank()}", what)
-        for rank in dist.get_process_group_ranks(group):
-            key = f"{prefix}/{rank}"
-            if store.check([key]) and (other := store.get(key).decode()) != what:
-                raise SimulationError(
-                    f"number {number} on {name} is {what} on rank {dist.get_rank()} and {other} "
-                    f"on rank {rank}"
-                )
+        me = dist.get_rank()
+        # The first rank to come writes what it does, and the others read that.
+        key, mine = f"simulation {_num_simulations}/{name}/{number}", f"{what} on rank {me}"
+        first = store.compare_set(key, "", mine).decode()
+        if first.rpartition(" on rank ")[0] != what:
+            raise SimulationError(f"number {number} on {name} is {mine} and {first}")
 
 
 class Work:

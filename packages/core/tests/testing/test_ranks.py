@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.testing import RankError, assert_equal_across_ranks, free_port, run_ranks
+from vescale_fsdp.testing.ranks import _pools
 from vescale_fsdp.testing.worker import dump
 
 from . import sibling
@@ -183,7 +184,8 @@ def test_exit_code_of_a_rank_that_is_reaped_late_is_known() -> None:
 
 def test_rank_that_died_between_calls_is_replaced() -> None:
     os.kill(run_ranks(process_id, 2)[0], signal.SIGKILL)
-    time.sleep(0.1)
+    while _pools[2].is_alive():
+        time.sleep(0.01)
     assert len(run_ranks(process_id, 2)) == 2
 
 

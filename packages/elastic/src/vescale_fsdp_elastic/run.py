@@ -312,11 +312,12 @@ class Run:
 
     def _leave_world(self, error: BaseException) -> None:
         """After a loss: close all connections. Ends this process if it was told to."""
-        code = 0 if self._stop is None else self._stop.own_exit_code
         waits.abort(str(error))
         self._own.give_up()
+        code = 0
         if self._stop is not None:
             self._stop.close()
+            code = self._stop.own_exit_code  # after that a signal ends the process by itself
         leave_saves(LAST_WORDS_S)
         if code:
             sys.exit(code)

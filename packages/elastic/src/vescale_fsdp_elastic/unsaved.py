@@ -28,7 +28,7 @@ class _Modes:
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self._roots = list(roots)
         self._training = {m: m.training for root in self._roots for m in root.modules()}
-        # By module and name: while parameters are unsharded others are registered.
+        # By module and name: others are registered while parameters are unsharded by hand.
         self._flags = {
             (root, name): param.requires_grad
             for root in self._roots

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fsspec.callbacks import Callback  # type: ignore[import-untyped]
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
@@ -83,9 +84,8 @@ def upload(source: Path, target: Place) -> None:
     files = sorted(path for path in source.iterdir() if path.name not in SEALS)
 
     def put_mine() -> None:
-        for path in files[ranks.rank :: ranks.size]:
+        for path in ranks.going_on(files[ranks.rank :: ranks.size]):
             target.fs.put_file(str(path), posixpath.join(target.path, path.name))
-            ranks.still()
 
     def begin() -> None:
         target.fs.makedirs(target.path, exist_ok=True)
@@ -114,14 +114,14 @@ def download(source: Place, local_rank: int) -> Path:
     Returns:
         The path of the copy. The caller deletes its parent folder.
     """
-    token: str = from_first(lambda: secrets.token_hex(8))
-    folder = Path(tempfile.gettempdir()) / f"vescale-fsdp-{token}"
+    folder = Path(tempfile.gettempdir(), from_first(lambda: f"vescale-fsdp-{secrets.token_hex(8)}"))
     target = folder / posixpath.basename(source.path)
 
     def get() -> None:
         if local_rank == 0:
             folder.mkdir(mode=0o700)
-            source.fs.get(source.path, str(target), recursive=not source.is_file)
+            signs = Callback(hooks={"after a file": lambda *_: everyone().still()})
+            source.fs.get(source.path, str(target), recursive=not source.is_file, callback=signs)
 
     agree(get)
     return target

@@ -288,7 +288,8 @@ class LocalPlan:
 
     def offer(self) -> Offer:
         """Return what this rank can write, as JSON."""
-        digests = {name: _digest(text) for name, text in self._contents.texts.items()}
+        texts = self._contents.texts.items()
+        digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts}
         digests |= {name: item.digest() for name, item in self._contents.own.items()}
         boxes, buffers = [_box(item) for item in self._items], sorted(self._contents.buffers)
         return {"boxes": boxes, "values": digests, "buffers": buffers}
@@ -312,10 +313,6 @@ class LocalPlan:
                     "with another placement?"
                 )
             yield Piece(name, found, tuple(shape), tuple(offsets), tuple(sizes))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _box(item: WriteItem) -> list[Any]:

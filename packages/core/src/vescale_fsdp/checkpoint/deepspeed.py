@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -340,12 +339,8 @@ class ZeroCheckpoint:
             else:
                 continue  # a tied name, which stage 3 does not store
             self.texts["model"][name] = {"$tensor": tensor}
-        for name in self._tensors_of_groups():  # also names that the module's state leaves out
+        for name in chain(*self._groups):  # also names that the module's state leaves out
             self.texts["model"].setdefault(name, {"$tensor": f"model.{name}"})
-
-    def _tensors_of_groups(self) -> Iterator[str]:
-        for shapes in self._groups:
-            yield from shapes
 
     def _take_options(self, groups: list[dict[str, Any]]) -> None:
         """Add the optimizer's parameter groups, with the names of their parameters."""

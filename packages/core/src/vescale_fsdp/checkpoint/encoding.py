@@ -187,7 +187,7 @@ def check(tensor: torch.Tensor, name: str) -> None:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Unwrap subclasses that hold one tensor with the same elements. Others are returned as is."""
     while compat.is_wrapper(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, _ = tensor.__tensor_flatten__()
         inner = getattr(tensor, names[0])
         if len(names) > 1 or inner.shape != tensor.shape or inner.dtype != tensor.dtype:
             break

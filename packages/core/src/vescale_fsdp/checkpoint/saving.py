@@ -224,7 +224,7 @@ def save(
             data = manifest_text(stage, step, written)
         stage.publish(data)
         if keep_last is not None:
-            prune(target.parent, keep_last, keep_names)
+            prune(target.parent, keep_last, keep_names, writing.ranks.still)
 
     handle = SaveHandle(target)
     if async_:

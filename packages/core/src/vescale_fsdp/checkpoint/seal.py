@@ -357,7 +357,9 @@ def next_sequence(root: Path) -> int:
     return 1 + max((found.sequence for _, found in sealed(root)), default=0)
 
 
-def prune(root: Path, keep: int, names: str = "*") -> None:
+def prune(
+    root: Path, keep: int, names: str = "*", still: Callable[[], None] = lambda: None
+) -> None:
     """Delete the oldest checkpoints in a folder until ``keep`` are left, at least two.
 
     Only sealed directories of this folder whose names match ``names`` are counted and deleted. A
@@ -370,6 +372,7 @@ def prune(root: Path, keep: int, names: str = "*") -> None:
         if path.resolve() in targets:
             continue
         gone = path.with_name(f"{path.name}.tmp-{secrets.token_hex(16)}")
+        still()  # there may be many, and other ranks wait (`Ranks.still`)
         try:
             path.rename(gone)
             seal.remove(gone)

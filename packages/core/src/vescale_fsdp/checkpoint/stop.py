@@ -19,6 +19,7 @@ and an addition.
 from __future__ import annotations
 
 import atexit
+import datetime
 import os
 import signal
 import threading
@@ -29,7 +30,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vescale_fsdp import compat
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.ranks import everyone, limit_s, waits
@@ -295,7 +295,7 @@ class _Peers:
     def _read(self, store: Any, key: str, timeout_s: float) -> str:
         while True:
             try:
-                compat.store_wait(store, key, timeout_s)
+                store.wait([key], datetime.timedelta(seconds=timeout_s))
             except dist.DistStoreError:
                 if timeout_s < _DAY_S:
                     raise

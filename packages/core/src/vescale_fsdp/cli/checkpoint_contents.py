@@ -223,7 +223,8 @@ def show(path: Path, manifest: Manifest, console: Console, *, everything: bool) 
     console.print(table(columns, _part_rows(manifest)))
     console.print()
     most = None if everything else _MOST_FILES
-    _print_some(_file_rows(manifest), ("file", "size"), most, "files", console)
+    files = [(name, binary(size)) for name, size in manifest.files.items()]
+    _print_some(files, ("file", "size"), most, "files", console)
     console.print()
     most = None if everything else _MOST_TENSORS
     columns = ("tensor", "dtype", "shape", "pieces", "size")
@@ -259,10 +260,6 @@ def _kept(name: str, variants: Sequence[Variant]) -> str:
     if name.partition(".")[0] not in PER_RANK:
         return "once"
     return f"per rank, {several(len(variants), 'kind') if len(variants) > 1 else 'all equal'}"
-
-
-def _file_rows(manifest: Manifest) -> list[tuple[str, ...]]:
-    return [(name, binary(size)) for name, size in manifest.files.items()]
 
 
 def _tensor_rows(manifest: Manifest) -> list[tuple[str, ...]]:

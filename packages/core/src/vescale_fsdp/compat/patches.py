@@ -8,7 +8,7 @@ import os
 import queue
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -336,68 +336,6 @@ def unregister(module: torch.nn.Module, name: str, hooks_of: str) -> None:
                 del hooks[key]
                 for flag in ("with_kwargs", "always_called"):
                     vars(module).get(f"_{kind}_hooks_{flag}", {}).pop(key, None)
-
-
-def replace_module_methods(*replacements: Callable[..., Any]) -> None:
-    """Let methods of ``nn.Module`` with these names call ``replacement(original, module, ...)``.
-
-    Once: the originals may be those of another library, which has replaced torch's.
-    """
-    for replacement in replacements:
-        if replacement.__name__ not in _replaced_methods:
-            _replaced_methods.add(replacement.__name__)
-            original = getattr(torch.nn.Module, replacement.__name__)
-            setattr(torch.nn.Module, replacement.__name__, _replaced(original, replacement))
-
-
-_replaced_methods: set[str] = set()
-
-
-def _replaced(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def method(self: torch.nn.Module, *args: Any, **options: Any) -> Any:
-        if torch.compiler.is_compiling():  # it knows the original
-            return original(self, *args, **options)
-        return replacement(original, self, *args, **options)
-
-    return method
-
-
-def replace_backward(replacement: Callable[..., Any]) -> None:
-    """Let ``backward`` and ``torch.autograd.grad`` call ``replacement(run, outputs, inputs, ...)``.
-
-    ``run(inputs, allows_unused)`` is the original, ``accumulates`` tells the first from the second,
-    ``makes_graph`` is ``create_graph``. Once.
-    """
-    if replacement.__name__ in _replaced_methods:
-        return
-    _replaced_methods.add(replacement.__name__)
-    original: Callable[..., Any] = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
-
-    @functools.wraps(original)
-    def run_backward(
-        outputs: Any,
-        grads: Any,
-        retain_graph: Any,
-        create_graph: Any,
-        inputs: Sequence[Any],
-        allow_unreachable: bool,
-        accumulate_grad: bool,
-    ) -> Any:
-        def run(inputs: Sequence[Any], allows_unused: bool) -> Any:
-            return original(
-                *(outputs, grads, retain_graph, create_graph, tuple(inputs), allows_unused),
-                accumulate_grad=accumulate_grad,
-            )
-
-        return replacement(
-            *(run, outputs, inputs),
-            accumulates=accumulate_grad,
-            allows_unused=allow_unreachable,
-            makes_graph=create_graph,
-        )
-
-    torch.autograd._engine_run_backward = run_backward  # type: ignore[assignment, attr-defined]
 
 
 def replace_init_group(optimizer: Optimizer, init_group: Callable[..., Any]) -> None:

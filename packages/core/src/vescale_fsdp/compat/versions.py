@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import pickle
 import sys
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import (
     HSDPMeshInfo,
 )
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.stateless import _functional_call
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _C: Any = torch._C
@@ -72,18 +70,22 @@ def is_ignored_by_ddp(param: torch.Tensor) -> bool:
     return bool(getattr(param, "_ddp_ignored", False))
 
 
-def in_functional_call() -> bool:
-    """Whether a ``torch.func.functional_call`` runs in this thread, by the frames of its stack."""
-    code, frame = _functional_call.__code__, sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
-
-
 def is_transforming() -> bool:
     """Whether a transformation of ``torch.func`` or forward-mode differentiation is active now."""
     transforming: bool = _C._are_functorch_transforms_active()
     return transforming or forward_ad._current_level >= 0
+
+
+def is_functional() -> bool:
+    """Whether a transformation of ``torch.func`` is active now."""
+    return bool(_C._are_functorch_transforms_active())
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What transformations of ``torch.func`` have wrapped."""
+    while _C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def parameters_of_running_ddp() -> list[torch.Tensor]:
@@ -100,14 +102,42 @@ def takes_functional_gradient() -> bool:
     return any(each.key() == _C._functorch.TransformType.Grad for each in stack)
 
 
+def will_run(node: Any) -> bool | None:
+    """Whether the backward that runs will run this node. None: it captures it, as an input.
+
+    The latter is ``torch.autograd.grad`` by a leaf.
+    """
+    try:
+        return bool(_C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None
+
+
+def apply_outside(function: Any, *args: Any) -> Any:
+    """Apply an autograd function to tensors that no transformation of ``torch.func`` has wrapped.
+
+    A transformation that is active is one of inputs, and the weights are outside of it.
+    """
+    if not _C._are_functorch_transforms_active():
+        return function.apply(*args)
+    with torch._functorch.utils.enable_single_level_autograd_function():
+        return super(torch.autograd.Function, function).apply(*args)
+
+
+def run_when_ready(node: Any) -> None:
+    """Let a backward run this node before all others, once its gradients are there.
+
+    Autograd runs the node with the highest number first. Those of leaves have the highest of all.
+    """
+    node._set_sequence_nr(_BEFORE_OTHERS)
+
+
+_BEFORE_OTHERS = 1 << 62
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the current backward has run all of its nodes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a subclass that wraps other tensors, which have its data."""
-    return is_traceable_wrapper_subclass(tensor)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -138,11 +168,13 @@ def forget_meshes() -> None:
 
     A mesh of a new default group may compare equal to an old one, but has other process groups.
     """
-    from torch.distributed.tensor import _redistribute
+    from torch.distributed.tensor import _collective_utils, _redistribute
 
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache_clear()
     _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
     _C._clear_DTensor_sharding_propagator_cache()
 
 
@@ -172,11 +204,6 @@ def default_store() -> Store:
     """The key-value store behind the default process group."""
     store: Store = dist.distributed_c10d._get_default_store()
     return store
-
-
-def store_wait(store: Store, key: str, timeout_s: float) -> None:
-    """Block until ``key`` is set. Raises ``dist.DistStoreError`` after ``timeout_s`` seconds."""
-    store.wait([key], datetime.timedelta(seconds=timeout_s))
 
 
 def agents_in(file: str, run_id: str) -> Callable[[], int]:

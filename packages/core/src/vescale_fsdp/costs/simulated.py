@@ -17,7 +17,7 @@ from vescale_fsdp.costs.account import (
     Clock,
 )
 from vescale_fsdp.costs.units import GroupCosts, How, UnitCosts
-from vescale_fsdp.program import Parcel, Reduction, Residency
+from vescale_fsdp.program import Reduction, Residency, sendable_if_small
 
 # As in `dbuffer.transport`, which loads torch: a rank's own part of at least this size is not
 # copied to the receive buffer.
@@ -71,6 +71,7 @@ class SimulatedUnit(Residency):
         self._arrives: float | None = None  # None: it is sharded
         self._is_decoded = False
         self.backward_left_s = 0.0
+        self.later_left = self.left = 0  # elements of gradients that are to come in a backward
 
     @property
     def _num_bytes(self) -> int:
@@ -152,8 +153,9 @@ class SimulatedGroup(Reduction):
         self._has_sums = self._has_gradient = self._is_used = False
         self._ends = 0.0
         size = group.inner_elements * group.copied_dtype.itemsize
-        if not model.has_streams and group.num_shards > 1 and 0 < size <= model.how.small_bytes:
-            self.parcel = Parcel(size, (group.copied_dtype, group.reduce_dtype))
+        if not model.has_streams and group.num_shards > 1:
+            kind = (group.copied_dtype, group.reduce_dtype)
+            self.sendable = sendable_if_small(size, group.num_shards, kind, model.how.small_bytes)
 
     @property
     def sent_bytes(self) -> int:
@@ -165,11 +167,11 @@ class SimulatedGroup(Reduction):
         """A backward begins."""
         self._waits |= waits
 
-    def add(self, num_elements: int, largest: int) -> None:
-        """Autograd has made gradients, of which the largest has so many elements."""
+    def add(self, num_elements: int) -> None:
+        """Autograd has made gradients of so many elements."""
         group = self.of
         self._is_used = True
-        made = (largest if self._waits else num_elements) * group.compute_dtype.itemsize
+        made = num_elements * group.compute_dtype.itemsize
         self._account.add(MADE, made)
         self._made_bytes += made
         if not self._waits:
@@ -187,7 +189,7 @@ class SimulatedGroup(Reduction):
         self._account.add(LOCAL, self._local_bytes)
 
     def let_go(self) -> None:
-        """Free what was added to sums."""
+        """The engine has taken gradients, and frees those that it has added to sums."""
         if self._waits:
             self._account.drop(MADE, self._made_bytes)
             self._made_bytes = 0

@@ -4,7 +4,8 @@ The engine's scheduler (`vescale_fsdp.program`) runs the step on units and group
 bytes, as many as ``engine/reduce`` and ``dbuffer/collectives`` need, and seconds. The letters mean:
 
 * F: a unit's unsharded parameters, m shards in the compute dtype
-* M: its gradients from autograd, which come one after the other
+* M: its gradients from autograd, which come one after the other; the engine takes those of the
+  later half of its tensors together, and then the others
 * G: the buffer that M is copied to when all gradients of the unit are there (on NCCL in the reduce
   dtype)
 * R: what the reduce-scatter needs in addition: on gloo a receive buffer of G's size (without this
@@ -31,8 +32,8 @@ Example with the default ``in_flight=2``, a root ``r`` and blocks 1 to 4::
 With ``in_flight=3``, F_4 stays after the forward of 4, and so on.
 
 On NCCL, all-gather and reduce-scatter do not alternate: F_2 exists from the start of the backward
-of 3, and G_4 and R_4 until its end. The same holds if one tensor is more than half of a unit. The
-gradients of a unit come in the reverse order of its tensors.
+of 3, and G_4 and R_4 until its end. The same holds if the first tensor is more than half of a unit.
+The gradients of a unit come in the reverse order of its tensors.
 
 In 8 bits, each of m ranks sends a message of c bytes. m c bytes replace F until the unit is used;
 both exist during decoding. Another c bytes stay from forward to backward, to be sent again. The
@@ -87,13 +88,14 @@ from vescale_fsdp.program import (
     Bundles,
     Executor,
     Names,
-    Parcel,
     Passes,
     Program,
     Record,
     Reduction,
     Residency,
+    Sendable,
     policy_of,
+    sendable_if_small,
 )
 
 
@@ -218,6 +220,8 @@ class _Model(Executor):
         """Simulate the events of a trace. Returns the all-gathers of its forward."""
         account, passes = self.account, self._passes
         calls: dict[int, _Call] = {}
+        takers: set[int] = set()  # calls with an input that wants a gradient
+        begun: dict[int, int] = {}  # units, with the calls whose backwards run
         running: list[SimulatedUnit] = []
         forward_gathers: list[int] | None = None
         for moment in trace.moments:
@@ -230,9 +234,10 @@ class _Model(Executor):
                 passes.before_forward(unit, "forward", True)
             elif moment.event is Event.END_OF_FORWARD:
                 self._compute_forward(unit)
-                passes.after_forward(
-                    unit, is_closed=not moment.takes_gradients, is_visited=moment.is_reachable
-                )
+                is_closed = not (moment.takes_gradients or unit.trainable)
+                passes.after_forward(unit, is_closed=is_closed, is_visited=moment.is_reachable)
+                if moment.takes_gradients:
+                    takers.add(moment.call)
                 if not moment.is_reachable:
                     unit.open_calls.discard(calls[moment.call])
                 running.remove(unit)
@@ -247,13 +252,14 @@ class _Model(Executor):
                 unit.enter_backward(calls[moment.call])
                 passes.before_backward(unit)
                 self._begin_backward(unit)
+                begun[unit.index] = moment.call
             elif moment.event is Event.GRADIENT:
-                elements = moment.num_elements
-                self._gradient(moment.unit, moment.group, elements, elements)
+                self._gradient(moment.unit, moment.group, moment.num_elements)
+                # Without a gradient for an input, it ends with the last one of a parameter.
+                if not unit.left and unit in running and begun[unit.index] not in takers:
+                    self._end_backward(unit, calls[begun[unit.index]])
             elif moment.event is Event.END_OF_BACKWARD:
-                self._end_compute(unit)
-                if unit.leave_backward(calls[moment.call]):
-                    passes.after_backward(unit)
+                self._end_backward(unit, calls[moment.call])
                 running.remove(unit)
                 account.when = f"the backward of {running[-1].costs.title}"
         if forward_gathers is None:  # nothing is trained
@@ -274,6 +280,7 @@ class _Model(Executor):
         self.clock.spend(ENGINE, costs.engine_s[1])
         self.clock.spend(RECOMPUTATION, costs.recompute_s)
         unit.backward_left_s = costs.backward_s
+        unit.later_left, unit.left = costs.later_half, costs.trained
         if costs.is_root:  # the head; the embedding comes last
             self._end_compute(unit)
 
@@ -281,17 +288,33 @@ class _Model(Executor):
         self.clock.spend(COMPUTE, unit.backward_left_s)
         unit.backward_left_s = 0.0
 
-    def _gradient(self, index: int, place: int, num_elements: int, largest: int) -> None:
+    def _end_backward(self, unit: SimulatedUnit, call: _Call) -> None:
+        self._end_compute(unit)
+        self._take(unit)
+        if unit.leave_backward(call):
+            self._passes.after_backward(unit)
+
+    def _take(self, unit: SimulatedUnit) -> None:
+        """A node of autograd gives the engine what has come of its gradients (`engine.gather`)."""
+        for place, group in enumerate(unit.costs.groups):
+            if group.trainable:
+                self._groups[unit.index, place].let_go()
+
+    def _gradient(self, index: int, place: int, num_elements: int) -> None:
         unit, group = self._units[index], self._groups[index, place]
         if unit.backward_left_s:
             seconds = unit.costs.backward_s * num_elements / max(sum(unit.sizes), 1)
             seconds = min(seconds, unit.backward_left_s)
             self.clock.spend(COMPUTE, seconds)
             unit.backward_left_s -= seconds
-        group.add(num_elements, largest)
-        if self._passes.window.gradient_arrived(unit, num_elements):
-            self._passes.take_turn()
-        group.let_go()
+        group.add(num_elements)
+        unit.left -= num_elements
+        if unit.later_left > 0:
+            unit.later_left -= num_elements
+            if unit.later_left <= 0:
+                self._take(unit)
+                if self._passes.window.gradient_arrived(unit, sum(unit.sizes)):
+                    self._passes.take_turn()
 
     # A model whose units run in order
 
@@ -309,12 +332,8 @@ class _Model(Executor):
     def _end_forward(self, unit: SimulatedUnit) -> None:
         self._compute_forward(unit)
         comes_back = unit.index == 0 or unit.index >= self._first
-        self._passes.after_forward(unit, is_closed=self._is_late(unit), is_visited=comes_back)
-
-    def _is_late(self, unit: SimulatedUnit) -> bool:
-        """Whether its inputs require no gradient, so that it is complete at the end of backward."""
-        root = self._units[0]
-        return unit is root or (unit.index <= self._first and not root.trainable)
+        is_closed = not unit.trainable and (unit.is_root or not comes_back)
+        self._passes.after_forward(unit, is_closed=is_closed, is_visited=comes_back)
 
     def _backward(self, calls: Sequence[_Call]) -> None:
         self._passes.begin_backward()
@@ -324,12 +343,14 @@ class _Model(Executor):
             unit.enter_backward(calls[index])
             self._passes.before_backward(unit)
             self._begin_backward(unit)
-            for place, elements, largest in unit.costs.gradients:
-                self._gradient(index, place, elements, largest)
-            self._end_compute(unit)
-            if not self._is_late(unit) and unit.leave_backward(calls[index]):
-                self._passes.after_backward(unit)
+            for place, elements in unit.costs.gradients:
+                self._gradient(index, place, elements)
+            if index:
+                self._end_backward(unit, calls[index])
         self.account.when = "the end of the backward"
+        root = self._units[0]
+        if root.trainable:  # it was called first, so its nodes run last
+            self._end_backward(root, calls[0])
         self._passes.end_backward()
 
     # Communication
@@ -401,13 +422,15 @@ class _Model(Executor):
 
     def begin_walk(self, program: Program, *, in_backward: bool) -> None:
         if self.how.small_bytes and not self.has_streams:
-            self._bundles = Bundles(program, self._parcel_of)
+            self._bundles = Bundles(program, self._sendable_of)
 
-    def _parcel_of(self, index: int) -> Parcel | None:
+    def _sendable_of(self, index: int) -> Sendable | None:
         unit = self._units[index]
         size = sum(group.gathered_message for group in unit.costs.groups)
-        is_small = 0 < size <= self.how.small_bytes and not unit.is_encoded
-        return Parcel(size, None) if is_small else None
+        if unit.is_encoded or not size:
+            return None
+        num_ranks = max(group.num_shards for group in unit.costs.groups)
+        return sendable_if_small(size, num_ranks, None, self.how.small_bytes)
 
     def end_walk(self) -> None:
         self._bundles = None

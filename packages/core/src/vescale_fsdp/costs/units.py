@@ -139,21 +139,34 @@ class UnitCosts:
         return [size for group in self.groups for size in group.tensors]
 
     @cached_property
-    def gradients(self) -> list[tuple[int, int, int]]:
-        """Index of a group, number of elements, and of the largest, in the order of gradients.
+    def trained(self) -> int:
+        """Elements of the tensors that require a gradient."""
+        return sum(sum(group.tensors) for group in self.groups if group.trainable)
 
-        Those of a group that come next to each other are one, but for the one at half of the unit:
-        between them nothing happens.
+    @cached_property
+    def later_half(self) -> int:
+        """Elements of the trained tensors whose gradients are taken first (`gather.Trained`)."""
+        sizes = [size for group in self.groups if group.trainable for size in group.tensors]
+        so_far = later = 0
+        for size in sizes:
+            later += size if 2 * so_far >= self.trained else 0
+            so_far += size
+        return later
+
+    @cached_property
+    def gradients(self) -> list[tuple[int, int]]:
+        """Index of a group, and number of elements, in the order of gradients.
+
+        Those of a group that come next to each other are one, but for the one at the end of the
+        later half: between them nothing happens.
         """
-        half, found = sum(self.sizes) / 2, [(0, 0, 0)]
-        seen = 0
+        found, seen = [(0, 0)], 0
         for place, group in reversed([*enumerate(self.groups)]):
             for elements in reversed(group.tensors) if group.trainable else ():
-                is_apart = found[-1][0] != place or seen >= half > seen - found[-1][1]
-                if is_apart:
-                    found.append((place, elements, elements))
+                if found[-1][0] != place or seen == self.later_half:
+                    found.append((place, elements))
                 else:
-                    found[-1] = (place, found[-1][1] + elements, max(found[-1][2], elements))
+                    found[-1] = (place, found[-1][1] + elements)
                 seen += elements
         return [each for each in found if each[1]]
 

@@ -10,7 +10,7 @@ encodes what is sent: `block_codec` sends the codes of `eight_bits`. On CUDA the
 
 from vescale_fsdp.dbuffer.block_codec import BlockCodec, KeptCodes
 from vescale_fsdp.dbuffer.buffer import DBuffer, ParameterBuffer, plain_tensors, shard_view
-from vescale_fsdp.dbuffer.codec import Codec, Outbox
+from vescale_fsdp.dbuffer.codec import Codec, EncodedShard
 from vescale_fsdp.dbuffer.collectives import Comm, choose_reduction
 from vescale_fsdp.dbuffer.eight_bits import (
     CodeDtype,
@@ -27,6 +27,7 @@ from vescale_fsdp.dbuffer.memory import (
     Region,
     SlabPool,
     hand_back,
+    is_checked,
     make_region,
     mapped_empty,
     on_lane,
@@ -51,13 +52,13 @@ __all__ = [
     "Coding",
     "Comm",
     "DBuffer",
+    "EncodedShard",
     "Exchange",
     "Flags",
     "GatherMessage",
     "GradientBuffer",
     "KeptCodes",
     "Lasting",
-    "Outbox",
     "Packing",
     "ParameterBuffer",
     "PendingReduce",
@@ -71,6 +72,7 @@ __all__ = [
     "decode_blocks",
     "encode",
     "hand_back",
+    "is_checked",
     "is_offered",
     "let_ranks_go_first",
     "make_region",

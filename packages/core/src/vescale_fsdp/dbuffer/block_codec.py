@@ -25,7 +25,7 @@ import torch
 from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import codec_launches as launches
 from vescale_fsdp.dbuffer import codec_tables as tables
-from vescale_fsdp.dbuffer.codec_launches import Mail, takes_kernels
+from vescale_fsdp.dbuffer.codec_launches import Received, takes_kernels
 from vescale_fsdp.dbuffer.codec_tables import Table
 from vescale_fsdp.dbuffer.eight_bits import Coding, decode_blocks, encode_blocks
 from vescale_fsdp.planner import ShardLayout
@@ -144,7 +144,7 @@ class BlockCodec:
     ) -> None:
         """Read the message of ``rank`` into its ``part`` of the full buffer; gaps become zero."""
         if self._table_for(part.device, part.dtype) is not None:
-            self._read(rank, 1, Mail(message, len(message)), part)
+            self._read(rank, 1, Received(message, len(message)), part)
             return
         plan = self._plan(rank)
         scales = message[: plan.num_scales * _SCALE_BYTES].view(torch.float32)
@@ -179,13 +179,13 @@ class BlockCodec:
         self, messages: torch.Tensor, own: torch.Tensor, first: int, full: torch.Tensor
     ) -> None:
         """Read the messages of all ranks into ``full``; of those from ``first`` on, ``own``."""
-        mail = Mail(messages, self._num_bytes, own, first)
-        self._read(0, self.layout.num_shards, mail, full)
+        received = Received(messages, self._num_bytes, own, first)
+        self._read(0, self.layout.num_shards, received, full)
 
     def subtract_all(self, messages: torch.Tensor, errors: torch.Tensor) -> None:
         """Subtract what the messages of all ranks say from ``errors``, without inf and NaN."""
-        mail = Mail(messages, self._num_bytes)
-        self._read(0, self.layout.num_shards, mail, errors, subtracts=True)
+        received = Received(messages, self._num_bytes)
+        self._read(0, self.layout.num_shards, received, errors, subtracts=True)
 
     def add_all(self, rank: int, messages: Sequence[torch.Tensor], total: torch.Tensor) -> bool:
         """Write to ``total`` the sum of what all senders have sent to ``rank``, in their order.
@@ -198,29 +198,29 @@ class BlockCodec:
         """
         num_parts = self.layout.num_shards // len(messages)
         if _are_in_a_row(messages):
-            mail = Mail(messages[0], self._num_bytes)
+            received = Received(messages[0], self._num_bytes)
         else:
             others = [*messages[:rank], *messages[rank + 1 :]]
             if not _are_in_a_row(others):
                 return False
             first = rank * num_parts
-            mail = Mail(others[0], self._num_bytes, messages[rank], first, left_out=True)
-        mail = mail._replace(num_senders=len(messages))
-        self._read(rank * num_parts, num_parts, mail, total)
+            received = Received(others[0], self._num_bytes, messages[rank], first, left_out=True)
+        received = received._replace(num_senders=len(messages))
+        self._read(rank * num_parts, num_parts, received, total)
         return True
 
     def _read(
         self,
         first_rank: int,
         num_ranks: int,
-        mail: Mail,
+        received: Received,
         numbers: torch.Tensor,
         subtracts: bool = False,
     ) -> None:
         table = self._table_for(numbers.device, numbers.dtype)
         assert table is not None, "the caller has asked"
         launches.decode(
-            table, first_rank, num_ranks, mail, numbers, self.raw_dtype, subtracts=subtracts
+            table, first_rank, num_ranks, received, numbers, self.raw_dtype, subtracts=subtracts
         )
 
     def _table_for(self, device: torch.device, dtype: torch.dtype) -> Table | None:
@@ -338,7 +338,7 @@ class KeptCodes(BlockCodec):
     ) -> None:
         """Copy the codes of ``rank`` to its ``part`` of the full face, and its scales."""
         if self.is_at_once(part.device, part.dtype):
-            self._read(rank, 1, Mail(message, len(message)), part)
+            self._read(rank, 1, Received(message, len(message)), part)
             return
         plan = self._plan(rank)
         scales = message[: plan.num_scales * 4].view(torch.float32)
@@ -359,7 +359,7 @@ class KeptCodes(BlockCodec):
         self,
         first_rank: int,
         num_ranks: int,
-        mail: Mail,
+        received: Received,
         numbers: torch.Tensor,
         subtracts: bool = False,
     ) -> None:
@@ -368,7 +368,7 @@ class KeptCodes(BlockCodec):
         assert table is not None, "the caller has asked"
         scales = self._all_scales
         launches.decode(
-            table, first_rank, num_ranks, mail, numbers, torch.float32, kept_scales=scales
+            table, first_rank, num_ranks, received, numbers, torch.float32, kept_scales=scales
         )
 
     def _row(self, rank: int, piece: Piece) -> tables.Row:

@@ -81,7 +81,7 @@ def _at_once(codec: Codec, device: torch.device, *dtypes: torch.dtype) -> AtOnce
     return None
 
 
-class Outbox:
+class EncodedShard:
     """Keeps this rank's message, to send it again as long as the parameters do not change.
 
     Memory: one message, until `drop`.
@@ -117,7 +117,7 @@ def start_encoded_gather(
     rank: int,
     pool: SlabPool,
     gather: Callable[[torch.Tensor, torch.Tensor], Any],
-    outbox: Outbox,
+    encoded_shard: EncodedShard,
     written: torch.Tensor | None = None,
     first: Callable[[], object] | None = None,
 ) -> ThenCopy:
@@ -132,15 +132,17 @@ def start_encoded_gather(
         first: called before they are read, on the stream that reads them.
 
     Cost: one all-gather of ``num_shards * codec.num_bytes(layout)`` bytes, memory for them until it
-    is waited for, one encoding (none if the outbox has the message) and ``num_shards`` decodings;
-    or one of all messages, where the codec can.
+    is waited for, one encoding (none if ``encoded_shard`` has the message) and ``num_shards``
+    decodings; or one of all messages, where the codec can.
     """
     layout = buffer.layout
     size = codec.num_bytes(layout)
     messages = pool.take(layout.num_shards * size, torch.uint8)
     # The compute stream allocates what is needed for that, as it does all else.
     at_once = _at_once(codec, messages.device, buffer.full.flat.dtype)
-    own, is_written = outbox.message(size, messages.device) if written is None else (written, True)
+    own, is_written = (
+        encoded_shard.message(size, messages.device) if written is None else (written, True)
+    )
 
     def start() -> Waitable:
         if first is not None:

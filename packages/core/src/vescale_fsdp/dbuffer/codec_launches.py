@@ -62,7 +62,7 @@ def encode(
         )
 
 
-class Mail(NamedTuple):
+class Received(NamedTuple):
     """Messages to decode: in the order of senders, and for each sender in the order of ranks.
 
     Some of them may be in another tensor, ``own``. They are then missing in ``messages``, or not
@@ -81,7 +81,7 @@ def decode(
     table: tables.Table,
     first_rank: int,
     num_ranks: int,
-    mail: Mail,
+    received: Received,
     numbers: torch.Tensor,
     raw_dtype: torch.dtype,
     *,
@@ -101,7 +101,7 @@ def decode(
 
     grid = _grid(table, first_rank, num_ranks)
     blocks, rows, columns = table.shape
-    num_own = 0 if mail.own is None else mail.own.numel() // mail.size
+    num_own = 0 if received.own is None else received.own.numel() // received.size
     with devices.made_current(numbers.device):
         kernels.decode_kernel[grid](
             table.rows,
@@ -109,13 +109,13 @@ def decode(
             table.first_program[first_rank],
             first_rank,
             num_ranks,
-            mail.messages,
-            mail.messages if mail.own is None else mail.own,
-            mail.own_first,
-            mail.own_first + num_own,
-            num_own if mail.left_out else 0,
-            mail.size,
-            mail.num_senders,
+            received.messages,
+            received.messages if received.own is None else received.own,
+            received.own_first,
+            received.own_first + num_own,
+            num_own if received.left_out else 0,
+            received.size,
+            received.num_senders,
             numbers,
             numbers.numel() // num_ranks,
             table.rows if kept_scales is None else kept_scales,  # not read if there are none
@@ -209,8 +209,8 @@ def _are_bits_equal(device: torch.device) -> bool:
     eight_bits.decode(expected[160:220], "e4m3", (4, 5), scales[3:], values[80:140].view(6, 10))
     values[140:150] = expected[48:68].view(torch.bfloat16)
     read, errors = torch.ones_like(values), numbers.clone()
-    mail = Mail(found, len(found))
-    decode(table, 0, 1, mail, read, torch.bfloat16)
-    decode(table, 0, 1, mail, errors, torch.bfloat16, subtracts=True)
+    received = Received(found, len(found))
+    decode(table, 0, 1, received, read, torch.bfloat16)
+    decode(table, 0, 1, received, errors, torch.bfloat16, subtracts=True)
     lost = (numbers - values).nan_to_num_(0.0, 0.0, 0.0)
     return torch.equal(read.nan_to_num(7.0), values.nan_to_num(7.0)) and torch.equal(errors, lost)

@@ -34,7 +34,7 @@ from vescale_fsdp.backends import backend_name
 from vescale_fsdp.dbuffer.buffer import DBuffer
 from vescale_fsdp.dbuffer.codec import (
     Codec,
-    Outbox,
+    EncodedShard,
     decoded_sum,
     encode_parts,
     start_encoded_gather,
@@ -138,7 +138,7 @@ class Comm:
         codec: Codec | None = None,
         pool: SlabPool | None = None,
         inner: torch.Tensor | None = None,
-        outbox: Outbox | None = None,
+        encoded_shard: EncodedShard | None = None,
         first: Callable[[], object] | None = None,
     ) -> Waitable | None:
         """Fill the full face from all shards. Returns what to wait for (None: it is done).
@@ -149,21 +149,22 @@ class Comm:
             pool: lends the memory of its messages.
             inner: this rank's part in the full face's dtype, where it is more than the shard;
                 with a codec, the messages of that part.
-            outbox: may have this rank's message, or keeps it.
+            encoded_shard: may have this rank's message, or keeps it.
             first: called before ``inner`` is read, on the stream that reads it: waits for it.
 
         Cost: one all-gather of ``total_size`` elements in the full face's dtype, written in
         place. One copy of the own shard where the faces differ in dtype or device, otherwise none.
         """
-        full = buffer.full.flat
+        whole = buffer.full
+        full = whole.flat
         own = buffer.shard if inner is None else inner
         if codec is not None and full.numel():
             assert pool is not None, "messages need memory"
-            outbox = outbox or Outbox()
+            encoded_shard = encoded_shard or EncodedShard()
             return start_encoded_gather(
-                codec, buffer, own, self.rank, pool, self.all_gather, outbox, inner, first
+                codec, buffer, own, self.rank, pool, self.all_gather, encoded_shard, inner, first
             )
-        buffer.full.materialize(memory_for(custom, full.device))
+        whole.materialize(None if custom is None else memory_for(custom, full.device))
         if full.numel() == 0 or buffer.is_one:
             return None
         if self.size == 1:

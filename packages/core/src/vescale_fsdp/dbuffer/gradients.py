@@ -80,6 +80,15 @@ class GradientBuffer:
         for place, part in self._pairs(index, gradient):
             place.add_(part)
 
+    def add_all(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Add gradients of several tensors, as `add` does."""
+        known = self._apart.keys() | self._written
+        for index, gradient in gradients.items():
+            if self._waits or index in known or gradient.is_sparse:
+                self.add(index, gradient)
+            else:
+                self._apart[index] = gradient
+
     def _collect(self) -> None:
         """Copy separate gradients into the buffer. Adjacent ones are copied in one call."""
         places, parts, stretches_of = [], [], self._packing.stretches
@@ -150,7 +159,9 @@ class GradientBuffer:
         Cost: one copy of each gradient.
         """
         self._collect()
-        missing = [index for index in range(len(self._shapes)) if index not in self._written]
+        missing: list[int] = []
+        if len(self._written) < len(self._shapes):
+            missing = [index for index in range(len(self._shapes)) if index not in self._written]
         nothing = [self._at(each) for index in missing for each in self._packing.stretches[index]]
         nothing += [self.flat[start:stop] for start, stop in self._packing.gaps]
         if nothing:

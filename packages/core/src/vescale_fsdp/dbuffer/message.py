@@ -50,8 +50,8 @@ class GatherMessage:
         starts = [0]
         for width in widths:
             starts.append(starts[-1] + -(-width // _ALIGNMENT) * _ALIGNMENT)
-        self._lent = pool.take(comm.size * starts[-1], torch.uint8)
-        rows = self._lent.view(comm.size, starts[-1])
+        self._taken = pool.take(comm.size * starts[-1], torch.uint8)
+        rows = self._taken.view(comm.size, starts[-1])
         self._columns = [
             rows[:, start : start + width].view(buffer.full_dtype)
             for buffer, start, width in zip(buffers, starts, widths, strict=False)
@@ -75,7 +75,7 @@ class GatherMessage:
         self._num_left -= 1
         if not self._num_left:
             self._columns = []
-            self._pool.give(self._lent)
+            self._pool.give(self._taken)
 
     def wait(self) -> None:
         """Wait for the message."""
@@ -100,8 +100,8 @@ class SharedReduce:
 
 
 class _ReduceMessage:
-    def __init__(self, pending: PendingReduce, lent: torch.Tensor, pool: SlabPool) -> None:
-        self._pending, self._lent, self._pool = pending, lent, pool
+    def __init__(self, pending: PendingReduce, taken: torch.Tensor, pool: SlabPool) -> None:
+        self._pending, self._taken, self._pool = pending, taken, pool
         self._sum: torch.Tensor | None = None
 
     def has_arrived(self, seconds: float, device: torch.device) -> bool:
@@ -110,7 +110,7 @@ class _ReduceMessage:
     def finish(self, what: str) -> torch.Tensor:
         if self._sum is None:
             self._sum = self._pending.finish(what)
-            self._pool.give(self._lent)
+            self._pool.give(self._taken)
         return self._sum
 
 
@@ -131,14 +131,14 @@ def start_reduce_together(
     starts, step = [0], max(_ALIGNMENT // fulls[0].element_size(), 1)
     for size in sizes:  # with a gap, so that sums of two groups are never taken for neighbours
         starts.append(starts[-1] + (size // step + 1) * step)
-    lent = pool.take(starts[-1] * comm.size, fulls[0].dtype)
-    rows = lent.view(comm.size, starts[-1])
+    taken = pool.take(starts[-1] * comm.size, fulls[0].dtype)
+    rows = taken.view(comm.size, starts[-1])
     ranges = [(start, start + size) for start, size in zip(starts, sizes, strict=False)]
     torch._foreach_copy_(
         [rows[:, start:stop] for start, stop in ranges], [f.view(comm.size, -1) for f in fulls]
     )
-    pending = comm.start_reduce(lent, reduce_dtype, pool, divisor, only_sums=only_sums)
-    message = _ReduceMessage(pending, lent, pool)
+    pending = comm.start_reduce(taken, reduce_dtype, pool, divisor, only_sums=only_sums)
+    message = _ReduceMessage(pending, taken, pool)
     return [SharedReduce(message, start, stop) for start, stop in ranges]
 
 

@@ -6,10 +6,12 @@ Read in this order; each file is one concept.
   parameters it takes, tied ones too), `placement` and `granularity` (how they are sharded),
   `axes` (over which axes of the mesh, and their communicators), `quantized` (what is sent in 8
   bits).
-- What lives: `unit` (around each forward), `group` (what comes and goes of one buffer) of
-  `parameters` (their shards; `moving` moves them) in `slot` s (one each); `guard` watches their
-  memory. Other kinds of groups: `quantized_weight` (codes in forward too), `extension` (parameters
-  that gather themselves).
+- What lives: `unit` (around each forward), `group` (one buffer: its shards, and what comes and
+  goes) of `fsdp_param` (one parameter); `guard` watches their memory. Other kinds of groups:
+  `quantized_weight` (codes in forward too), `extension` (parameters that gather themselves).
+- What modules and autograd see: `shadows` (whole weights in the place of shards), `gather` (the
+  nodes of autograd that take gradients), `substitutes` (tensors of `functional_call`), `loading`
+  (whole tensors in ``load_state_dict``).
 - How modules and autograd call: `hooks` and `boundary`; `unfilled` (tensors without values,
   and buffers to broadcast); `generation` (loops of forwards).
 - What is sent, and when: `vescale_fsdp.program` decides (a floor of its own), `engine` carries it
@@ -60,7 +62,6 @@ from vescale_fsdp.engine.granularity import (
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.late import check_reduced, late_modules
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, share_comm_ctx, unsharded
-from vescale_fsdp.engine.outside import unreduced_parameters
 from vescale_fsdp.engine.ownership import replaced_parameters
 from vescale_fsdp.engine.profiling import profile
 from vescale_fsdp.engine.quantized import (
@@ -72,6 +73,7 @@ from vescale_fsdp.engine.quantized_weight import QuantizedWeight
 from vescale_fsdp.engine.remesh import check_remesh, remesh
 from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank, materialize
+from vescale_fsdp.engine.unit import unreduced_parameters
 
 __all__ = [
     "HEADS",

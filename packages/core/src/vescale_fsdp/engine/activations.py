@@ -264,7 +264,7 @@ class Kept:
         """Take a tensor that autograd saves. Returns what it is to hold instead."""
         if self._hooks is None:  # after a KeyboardInterrupt
             return tensor
-        if compat.is_traceable_wrapper_subclass(tensor):
+        if compat.is_wrapper(tensor):
             return _Wrapped(self, tensor)
         if tensor.device != self.device or not _is_plain(tensor):
             return tensor

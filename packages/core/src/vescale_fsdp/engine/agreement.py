@@ -37,12 +37,13 @@ def fingerprint_of(units: list[Unit]) -> list[str]:
             plan = f"layout {group.layout.digest[:12]} over {group.num_shards} ranks"
             if group.compute_dtype is not None:
                 plan += f", computed in {group.compute_dtype}"
-            for slot, (gather, reduce) in zip(group.slots, group.codings, strict=True):
+            for fsdp_param, (gather, reduce) in zip(group.fsdp_params, group.codings, strict=True):
                 travels = f", gathered as {gather}" if gather else ""
                 travels += f", reduced as {reduce}" if reduce else ""
                 entries.append(
-                    f"parameter {slot.fqn!r} (shape {tuple(slot.shape)}, {slot.sharded.dtype}, "
-                    f"requires_grad={slot.sharded.requires_grad}, {plan}{travels})"
+                    f"parameter {fsdp_param.fqn!r} (shape {tuple(fsdp_param.shape)}, "
+                    f"{fsdp_param.sharded.dtype}, "
+                    f"requires_grad={fsdp_param.sharded.requires_grad}, {plan}{travels})"
                 )
     return entries
 

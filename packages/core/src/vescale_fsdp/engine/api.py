@@ -34,12 +34,13 @@ from vescale_fsdp.engine.axes import row_of
 from vescale_fsdp.engine.budget import Budget, check_budget, shard_within
 from vescale_fsdp.engine.extension import ExtensionGroup
 from vescale_fsdp.engine.fsdp2_state import register_state, state_of
+from vescale_fsdp.engine.fsdp_param import ParamToShard
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.hooks import register_hooks
 from vescale_fsdp.engine.late import mark_managed
+from vescale_fsdp.engine.loading import take_parts_of_loads
 from vescale_fsdp.engine.methods import FSDPModule, swap_class
-from vescale_fsdp.engine.outside import reach_from_outside
 from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_shard
 from vescale_fsdp.engine.quantized import (
     Choice,
@@ -48,7 +49,7 @@ from vescale_fsdp.engine.quantized import (
     check_quantized,
 )
 from vescale_fsdp.engine.quantized_weight import CodedGroup
-from vescale_fsdp.engine.slot import ParamToShard
+from vescale_fsdp.engine.shadows import refuse_hidden
 from vescale_fsdp.engine.statistics import follows_statistics, has_statistics
 from vescale_fsdp.engine.unit import Unit
 
@@ -173,7 +174,8 @@ def fully_shard(
     0 for no limit). Then it raises a ``RankMismatchError`` that says what the other ranks do.
 
     With ``VESCALE_FSDP_CHECK_MEMORY=1`` unsharded parameters and buffers are filled with NaN
-    instead of being freed. This shows views of them that are read too late.
+    instead of being freed. This shows views of them that are read too late. A write by
+    ``self.weight.data`` in a forward, which is lost, is then an error.
 
     Raises:
         ValueError, AssertionError, RuntimeError: as FSDP2, with its words for the same mistake.
@@ -181,7 +183,8 @@ def fully_shard(
             ``checkpoint`` already.
         TypeError: a policy or the granularity has a wrong type; or torch's FSDP has sharded a
             module in ``module``.
-        ValueError: the machine has no device of the mesh's type.
+        ValueError: the machine has no device of the mesh's type; or a class has an attribute with
+            the name of a parameter.
         ValueError: a granularity splits the blocks of a codec; the device lacks the dtype of a
             codec; or a parameter with a codec is smaller than a block, gathers itself or has a
             ``Shard(d)``.
@@ -259,7 +262,7 @@ def fully_shard(
     mark_taken(params, unit)
     unit.offloads_activations = apply_activations(modules, activations)
     unit.recomputes = activations not in (None, "offload")
-    reach_from_outside()
+    take_parts_of_loads(unit.fsdp_params())
     for each in modules:
         register_hooks(each)
         swap_class(each)
@@ -377,6 +380,8 @@ def _make_groups(
                 on_gradient=unit.gradient_callback(),
             )
         )
+        for fsdp_param in groups[-1].fsdp_params:
+            refuse_hidden(fsdp_param)
         groups[-1].follows_statistics = is_open and type(groups[-1]) is Group
     return groups
 

@@ -19,6 +19,7 @@ import atexit
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -197,9 +198,9 @@ def _part(whole: DeviceMesh, names: Sequence[str]) -> DeviceMesh:
     return flat
 
 
-# By the ranks of the axes and their backends. With each the world it belongs to: after a restart of
-# torch.distributed it is of no use.
-_COMMS: dict[tuple[object, ...], tuple[dist.ProcessGroup | None, Comm]] = {}
+# Of each default group, by the ranks of the axes and their backends. They go when torch.distributed
+# is ended: a gloo group has a thread that wakes a hundred times a second.
+_COMMS: WeakKeyDictionary[object, dict[tuple[object, ...], Comm]] = WeakKeyDictionary()
 atexit.register(_COMMS.clear)  # gloo does not like to be taken down by the interpreter
 
 
@@ -209,8 +210,9 @@ def comm_for(axes: Axes) -> Comm:
     device = axes.mesh.device_type
     spellings = (device, spelling_of(of_shards), spelling_of(of_replicas))
     key = (axes.shard_ranks, axes.replica_ranks, spellings)
-    world, comm = _COMMS.get(key, (None, None))
-    if comm is None or world is not dist.group.WORLD:
+    comms = _COMMS.setdefault(dist.group.WORLD, {})
+    comm = comms.get(key)
+    if comm is None:
         has_replicas = axes.num_replicas > 1
         comm = Comm(
             gather_group=collectives.new_group(list(axes.shard_ranks), of_shards),
@@ -229,7 +231,7 @@ def comm_for(axes: Axes) -> Comm:
         let_ranks_go_first()
         if backend_name(comm.gather_group, device) == "nccl":
             _connect(comm, devices.current_device(device))
-        _COMMS[key] = (dist.group.WORLD, comm)
+        comms[key] = comm
     return comm
 
 

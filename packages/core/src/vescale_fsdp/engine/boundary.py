@@ -5,8 +5,9 @@
     inputs --> [PostBackward] --> the unit's own graph --> [PreBackward] --> outputs
 
 Backward runs from right to left. When all gradients of the outputs are there, `PreBackward`
-unshards the unit's parameters. When all gradients of the inputs are there, the unit's backward has
-ended, and `PostBackward` reduces its gradients.
+unshards the unit's parameters. The nodes of the parameters end the unit's backward (`gather`). A
+forward that trains no parameter has none: then `PostBackward` ends it, when all gradients of the
+inputs are there, and only then it is in the graph.
 
 Each is one node for all tensors, and not a hook on each tensor. So it runs once per call, and after
 the last consumer. `PreBackward` returns aliases, so that in-place operations on a unit's output
@@ -20,9 +21,9 @@ parameters before the first of these nodes runs. An input that is returned as it
 is the caller's tensor again. So is a leaf that forward has made: no backward goes through it.
 
 With ``create_graph=True`` the gradients of the inputs have a graph, which reads the parameters
-too. A backward that reaches these gradients begins that of the call again. It comes from the
-first unit to the last, and then back to the first, so all of these units are unsharded at its
-turning point.
+too. Behind `PostBackward` a backward that reaches these gradients begins that of the call again. It
+comes from the first unit to the last, and then back to the first, so all of these units are
+unsharded at its turning point. A unit with nodes of parameters stays unsharded until then.
 
 In forward mode (dual tensors), tangents pass through as their primal values.
 
@@ -33,26 +34,18 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.containers import Copies, replace_tensors, tensors_requiring_grad
-from vescale_fsdp.engine.slot import Slot
 
-
-class Model(Protocol):
-    """The methods of the engine (`engine.Engine`) that a backward by parameters calls."""
-
-    def slots(self) -> Iterator[Slot]:
-        """The parameters of all units."""
-
-    def pass_over_backward(self) -> None:
-        """Take part in a backward that comes to no unit on this rank."""
+# An input of nodes. Autograd runs its accumulation in a backward without ``inputs`` only.
+PLAIN = torch.zeros((), requires_grad=True)
 
 
 class Call(ABC):
@@ -63,23 +56,27 @@ class Call(ABC):
 
     Args:
         fqn: of the unit, for errors.
-        model: that the unit is in; None: none that ranks train together.
     """
 
-    def __init__(self, fqn: str, model: Model | None = None) -> None:
-        self.model = model
+    def __init__(self, fqn: str) -> None:
         self.where = repr(fqn) if fqn else "at the root"
+        self.nodes: list[weakref.ref[Any]] = []  # of its parameters (`gather`)
+        self.makes_graph = False  # whether the backward that runs makes one of gradients
         self.takes_gradients = False  # whether an input wants a gradient
         self.given: Sequence[torch.Tensor] = ()  # the inputs that do, until the forward ends
         self.handed_back: list[weakref.ref[torch.Tensor]] = []  # those that are outputs too
 
     @abstractmethod
-    def pre_backward(self) -> None:
-        """Called when backward has reached the outputs; again for each of several ones."""
+    def pre_backward(self, is_plain: bool | None = None) -> None:
+        """Called when backward has reached the outputs; again for each of several ones.
+
+        Args:
+            is_plain: whether it is a backward without ``inputs``; None: not known.
+        """
 
     @abstractmethod
     def post_backward(self) -> None:
-        """Called when all gradients of the inputs are there: the call's backward has ended."""
+        """Called when the call's backward has ended: no node of it is left to run."""
 
 
 def enter(call: Call, value: Any, copies: Copies | None = None) -> Any:
@@ -92,15 +89,24 @@ def enter(call: Call, value: Any, copies: Copies | None = None) -> Any:
     call.takes_gradients = bool(tensors)
     if not tensors:
         return value
+    refuse_functional(call)
+    passed = _PostBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
+    call.given = tensors
+    return replace_tensors(value, tensors, passed, copies)
+
+
+def refuse_functional(call: Call) -> None:
+    """Raise within a transformation of ``torch.func`` that differentiates.
+
+    Raises:
+        NotImplementedError: it is one.
+    """
     if compat.takes_functional_gradient():
         raise NotImplementedError(
             "torch.func.grad and torch.func.vjp through the sharded module "
             f"{call.where} are not supported yet by vescale_fsdp; use "
             "torch.autograd.grad, or call functional_call on a module that is not sharded"
         )
-    passed = _PostBackward.apply(call, *tensors)  # type: ignore[no-untyped-call]
-    call.given = tensors
-    return replace_tensors(value, tensors, passed, copies)
 
 
 def leave(call: Call, value: Any, copies: Copies | None = None) -> tuple[Any, bool]:
@@ -111,66 +117,64 @@ def leave(call: Call, value: Any, copies: Copies | None = None) -> tuple[Any, bo
     Args:
         copies: of the inputs' containers. What forward has put into them is an output too.
     """
-    found = tensors_requiring_grad((value, [] if copies is None else copies.new_items()))
-    found = [tensor for tensor in found if not _is_elsewhere(call, tensor)]
-    given = {id(tensor): _given(call, tensor) for tensor in found}
+    put = copies.new_items() if copies is not None and copies.made else []
+    tensors: list[torch.Tensor] = []
+    old: list[torch.Tensor] = []  # inputs that are returned as they are, and the caller's tensors
+    new: list[torch.Tensor] = []
+    for tensor in tensors_requiring_grad((value, put) if put else value):
+        if _is_elsewhere(call, tensor):
+            continue
+        given = _given(call, tensor)
+        if given is None:
+            tensors.append(tensor)
+        else:
+            old.append(tensor)
+            new.append(given)
     call.given = ()
-    if not found:
-        return value, False
-    tensors = [tensor for tensor in found if given[id(tensor)] is None]
     if tensors:
-        call.handed_back += [weakref.ref(each) for each in given.values() if each is not None]
-    else:  # the unit was skipped: a backward visits it all the same, as on other ranks
-        given, tensors = {}, found
+        call.handed_back += map(weakref.ref, new)
+    elif old:  # the unit was skipped: a backward visits it all the same, as on other ranks
+        tensors, old, new = old, [], []
+    else:
+        return value, False
+    if call.nodes and compat.is_functional():
+        for tensor in tensors:
+            _watch(call, compat.unwrapped(tensor))
+        tensors = []
     if len(tensors) > 1 and not compat.is_transforming():
         tensors = [tensor for tensor in tensors if not _watch(call, tensor)]
-    passed = _PreBackward.apply(call, *tensors) if tensors else ()  # type: ignore[no-untyped-call]
-    old = [*tensors, *(tensor for tensor in found if given.get(id(tensor)) is not None)]
-    new = (*passed, *(each for each in given.values() if each is not None))
-    if copies is not None:
+    passed = _PreBackward.apply(call, PLAIN, *tensors) if tensors else ()  # type: ignore[no-untyped-call]
+    old, new = [*tensors, *old], [*passed, *new]
+    if copies is not None and copies.made:
         copies.carry_back(lambda item: replace_tensors(item, old, new))
     return replace_tensors(value, old, new), True
 
 
 def leave_again(
-    call: Call, value: Any, copies: Copies, was_reachable: bool | None
+    call: Call, value: Any, copies: Copies, left: tuple[Any, bool] | None
 ) -> tuple[Any, bool]:
     """Pass what other hooks have made of the outputs, if they have, and as `leave`.
 
     Args:
-        was_reachable: the result of `leave`; None: it was not called.
+        left: the result of `leave`; None: it was not called.
     """
-    if was_reachable is None:
+    if left is None:
         return leave(call, value, copies)
+    # A hook may have written to it, with parameters: then it is of another node.
+    if value is left[0] and isinstance(value, torch.Tensor) and _is_of(call, value.grad_fn):
+        return left
     found = tensors_requiring_grad(value)
     nodes = [tensor.grad_fn for tensor in found if not _is_elsewhere(call, tensor)]
     if all(_is_of(call, node) or _is_watched(call, node) for node in nodes):
-        return value, was_reachable
+        return value, left[1]
     return leave(call, value)[0], True
-
-
-def models_behind(outputs: Iterable[Any]) -> list[Model]:
-    """Find the models that tensors, or edges of a graph, come from. It looks at each node."""
-    found: dict[Model, None] = {}
-    nodes = [each.grad_fn if isinstance(each, torch.Tensor) else each.node for each in outputs]
-    seen: set[Any] = {None}
-    while nodes:
-        node: Any = nodes.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        for call in (*node.metadata.get(_CALLS, ()), getattr(node, "call", None)):
-            if isinstance(call, Call) and call.model is not None:
-                found[call.model] = None
-        nodes += [each for each, _ in node.next_functions]
-    return list(found)
 
 
 def _is_elsewhere(call: Call, tensor: torch.Tensor) -> bool:
     """Whether no backward through an output needs the unit."""
     if tensor.is_leaf:
         return not isinstance(tensor, nn.Parameter)
-    return any(each() is tensor for each in call.handed_back)
+    return bool(call.handed_back) and any(each() is tensor for each in call.handed_back)
 
 
 def _given(call: Call, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -213,29 +217,36 @@ def _is_of(call: Call, node: Any) -> bool:
 
 def _reach(calls: list[Call], _: tuple[torch.Tensor | None, ...]) -> None:
     """Begin the backward of the calls that returned a tensor: of the outermost unit first."""
+    makes_graph = torch.is_grad_enabled()
     with torch.no_grad():
         for call in reversed(calls):
+            call.makes_graph = makes_graph
             call.pre_backward()
 
 
 class _PreBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, call: Call, plain: torch.Tensor, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.call.makes_graph = torch.is_grad_enabled()
         with torch.no_grad():
-            ctx.call.pre_backward()
-        return (None, *grads)
+            ctx.call.pre_backward(compat.will_run(ctx.next_functions[0][0]))
+        return (None, None, *grads)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def jvp(
+        ctx: Any, _: None, plain: None, *tangents: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         # A backward through a tangent reads the parameters too.
         return tuple(
-            None if t is None else _PreBackward.apply(ctx.call, t)[0]  # type: ignore[no-untyped-call]
+            None if t is None else _PreBackward.apply(ctx.call, PLAIN, t)[0]  # type: ignore[no-untyped-call]
             for t in tangents
         )
 
@@ -245,7 +256,7 @@ def _of_a_graph(
 ) -> tuple[torch.Tensor | None, ...]:
     """Let a backward that reaches gradients of the inputs begin that of the call."""
     given = [grad for grad in grads if grad is not None and grad.requires_grad]
-    passed = iter(_PreBackward.apply(call, *given) if given else ())  # type: ignore[no-untyped-call]
+    passed = iter(_PreBackward.apply(call, PLAIN, *given) if given else ())  # type: ignore[no-untyped-call]
     return tuple(
         next(passed) if grad is not None and grad.requires_grad else grad for grad in grads
     )

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.finite import what_is_not_finite
+from vescale_fsdp.engine.fsdp_param import listed
 from vescale_fsdp.engine.late import check_reduced
 from vescale_fsdp.engine.ownership import replaced_parameters
-from vescale_fsdp.engine.slot import listed
 from vescale_fsdp.errors import NonFiniteError
 from vescale_fsdp.ragged import RaggedShard, max_over_ranks
 from vescale_fsdp.ranks import collectives, waits
@@ -166,7 +166,7 @@ def _by_kind(grads: list[torch.Tensor]) -> dict[_Kind, list[torch.Tensor]]:
             key = (id(grad.device_mesh), *map(type, grad.placements))
         if key not in known:
             known[key] = _axes_of(grad)
-        local = _local(grad)
+        local = compat.local_tensor(grad)
         by_kind.setdefault((known[key], local.device), []).append(local)
     return {kind: join_adjacent(parts) or parts[:1] for kind, parts in by_kind.items()}
 
@@ -216,7 +216,3 @@ def _norm_over(
         waits.wait(collectives.all_reduce(power, axis), "the norm of gradients")
     root: torch.Tensor = power ** (1.0 / order)
     return root
-
-
-def _local(grad: torch.Tensor) -> torch.Tensor:
-    return grad._local_tensor if isinstance(grad, DTensor) else grad

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,16 +27,16 @@ class Copies:
     """Containers that were copied for one forward."""
 
     def __init__(self) -> None:
-        self._made: list[_Copy] = []
+        self.made: list[_Copy] = []
 
     def add(self, original: Any, copied: Any) -> None:
         """Note that ``copied`` takes the place of ``original``."""
-        self._made.append(_Copy(original, copied, _items_of(copied)))
+        self.made.append(_Copy(original, copied, _items_of(copied)))
 
     def new_items(self) -> list[Any]:
         """Return what the forward has put into copies."""
         found = []
-        for _, copied, before in self._made:
+        for _, copied, before in self.made:
             known = {id(item) for item in before.values()}
             found += [item for item in _items_of(copied).values() if id(item) not in known]
         return found
@@ -44,7 +44,7 @@ class Copies:
     def carry_back(self, fn: Callable[[Any], Any] = lambda item: item) -> None:
         """Change the originals as the copies were changed, with ``fn`` applied to new items."""
         done: dict[int, Any] = {}  # new items, to which ``fn`` was applied
-        for original, copied, before in reversed(self._made):  # the last are copies of copies
+        for original, copied, before in reversed(self.made):  # the last are copies of copies
             now = _items_of(copied)
             if now.keys() == before.keys() and all(now[key] is before[key] for key in now):
                 continue
@@ -54,7 +54,7 @@ class Copies:
                 now[key] = former[id(item)] if id(item) in former else fn(item)
                 done[id(now[key])] = now[key]
             _set_items(original, now)
-        self._made.clear()
+        self.made.clear()
 
 
 def _items_of(container: Any) -> dict[Any, Any]:
@@ -115,6 +115,8 @@ def map_tensors(
 
 def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
     """Return the tensors in ``value`` that require a gradient, each once, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.requires_grad else []
     found: dict[int, torch.Tensor] = {}
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,8 +130,8 @@ def tensors_requiring_grad(value: Any) -> list[torch.Tensor]:
 
 def replace_tensors(
     value: Any,
-    old: list[torch.Tensor],
-    new: tuple[torch.Tensor, ...],
+    old: Sequence[torch.Tensor],
+    new: Sequence[torch.Tensor],
     copies: Copies | None = None,
 ) -> Any:
     """Return ``value`` with each tensor of ``old`` replaced by the one at its index in ``new``."""

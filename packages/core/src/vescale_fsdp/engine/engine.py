@@ -11,8 +11,10 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
@@ -20,9 +22,9 @@ from vescale_fsdp.engine.activations import Offload
 from vescale_fsdp.engine.agreement import fingerprint_of
 from vescale_fsdp.engine.axes import Axes, comm_for
 from vescale_fsdp.engine.first_backward import check_replaced, note_root
+from vescale_fsdp.engine.fsdp_param import FSDPParam
 from vescale_fsdp.engine.group import Fetched, Group
-from vescale_fsdp.engine.inputs import leaves_out_parameters, note_begun
-from vescale_fsdp.engine.reducing import Mail, Reducing
+from vescale_fsdp.engine.reducing import Reducing, SmallGathers
 from vescale_fsdp.engine.settling import (
     MEETING_TIMEOUT_S,
     is_elsewhere,
@@ -31,7 +33,6 @@ from vescale_fsdp.engine.settling import (
     settle,
     stall,
 )
-from vescale_fsdp.engine.slot import Slot
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.program import (
@@ -104,12 +105,12 @@ class Engine(Executor):
         self.passes.rank = dist.get_rank()
         self.passes.title = f"model {self.number}"
         self.activations = Offload()
-        self._end: weakref.ref[_End] | None = None  # of the backward that is running
+        self._end: weakref.ref[partial[None]] | None = None  # of the backward that is running
         self.num_backwards = 0
+        self._leaves_out = False  # all parameters, in the backward that runs
         self._had_backward = False  # that gave gradients to parameters
-        self.is_after_backward = False  # that was inside of the forward that runs
         self.num_calls = 0  # of ``fully_shard``, when it has last looked for units (`late`)
-        self._mail: Mail | None = None  # of the pass that runs
+        self._small_gathers: SmallGathers | None = None  # of the pass that runs
         self._has_left = False  # a step, by an exception on this rank
         self._begun_in = _NONE  # the backward, perhaps of another model, that the last pass ran in
         axes = [*self._axes.values()]
@@ -170,7 +171,6 @@ class Engine(Executor):
             self._drop_step(MEETING_TIMEOUT_S)
         if not self.passes.is_in_forward:
             self._begun_in = current
-            self.is_after_backward = False
             # A reentrant checkpoint has run it without gradients. Else a hook trains a model.
             runs_again = self.passes.num_passes and not self.passes.wants_gradients
             if current != _NONE and wants_gradients and runs_again:
@@ -199,10 +199,6 @@ class Engine(Executor):
         finally:
             if not passes.is_in_forward:
                 self._has_left = how["has_failed"] and passes.wants_gradients
-        if not passes.is_in_forward and compat.in_functional_call():
-            # What is registered goes into the caller's dictionary, and has to be the parameters.
-            for each in self.units():
-                each.park()
 
     def begin_pass(self, first: Residency) -> None:
         """Wait for the user's events before all-gathers, and start those of outer axes."""
@@ -212,33 +208,19 @@ class Engine(Executor):
         if event is not None:
             for device in {group.pool.device for each in units for group in each.groups}:
                 devices.wait_event(device, event)
-        for each in units:
-            for group in each.groups:
-                group.start_outer_gather(self.comm(group))
-
-    def gathered_for(self, unit: Residency) -> None:
-        """Record that any code may run in the outermost forward, for example `training_step`."""
-        outermost = self._units[unit.index]()
-        assert outermost is not None, "it runs"
-        outermost.expose()
+        for group in [group for each in units for group in each.groups if group.axes.cuts_outside]:
+            group.start_outer_gather(self.comm(group))
 
     def end_pass(self) -> None:
         """After a forward without gradients: keep what it wrote, and free its memory."""
         for unit in self.units():
             unit.take_writes()
+            unit.hide()
         hand_back()
 
     def enter(self, where: str) -> None:
         """Set the current place, for errors."""
         notes.enter(where)
-
-    def exposes(self, group: Group) -> bool:
-        """Whether the pass may write to unsharded parameters in ways that no version tells.
-
-        As ``p.data.mul_()`` does. To find out costs a comparison with the shard; on an accelerator
-        it is made in methods of the user's only, as Lightning's ``training_step``.
-        """
-        return self.passes.method != "forward" or not group.has_streams
 
     # Small all-gathers, several in a message
 
@@ -246,7 +228,7 @@ class Engine(Executor):
         """Begin a pass along a confirmed ``program``, with small all-gathers in joint messages."""
         small_bytes = self.passes.window.policy.small_bytes
         if small_bytes and self._comms:
-            self._mail = Mail(
+            self._small_gathers = SmallGathers(
                 program,
                 self._units,
                 next(iter(self._comms.values())),
@@ -257,13 +239,13 @@ class Engine(Executor):
 
     def fetch(self, unit: Unit) -> list[Fetched] | None:
         """Start the all-gathers of ``unit`` with others. None: it must be gathered alone."""
-        return None if self._mail is None else self._mail.fetch(unit)
+        return None if self._small_gathers is None else self._small_gathers.fetch(unit)
 
     def end_walk(self) -> None:
         """Wait for messages that were not used."""
-        mail, self._mail = self._mail, None
-        if mail is not None:
-            mail.close()
+        small_gathers, self._small_gathers = self._small_gathers, None
+        if small_gathers is not None:
+            small_gathers.close()
 
     def _is_sent_again(self, unit: Unit) -> None:
         name = unit.fqn or "the root"
@@ -309,39 +291,57 @@ class Engine(Executor):
 
     # Backward. All within `plain_tensors`, but for `gradient_arrived`.
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, is_plain: bool | None = None, *, makes_graph: bool = False) -> None:
         """Arrange that `end_backward` is called at the end of the current backward."""
-        if self._has_broken_off:
+        if self._end is not None and self._end() is not None:
+            return
+        if self._end is not None:  # another one has raised before its end
             self._drop_step(MEETING_TIMEOUT_S)
-        if self._end is None:
-            end = _End(self)
-            self._end = weakref.ref(end)
-            self.is_after_backward = False
-            compat.queue_backward_callback(end)
-            note_begun(self)
-            self._begin_reductions()
-            if self._begun_in == _NONE:  # else its forward has told
-                self._note_root()
+        # Autograd alone holds it, until the backward has ended or raised an error. No frame
+        # does: who keeps an exception keeps its frames.
+        end = partial(self._end_backward)
+        self._end = weakref.ref(end)
+        compat.queue_backward_callback(end)
+        del end
+        self._leaves_out = self._finds_no_parameters(is_plain)
+        for unit in self.units():
+            unit.lasts &= makes_graph  # the last backward frees them
+        self._begin_reductions()
+        if self._begun_in == _NONE:  # else its forward has told
+            self._note_root()
+
+    def _finds_no_parameters(self, is_plain: bool | None) -> bool:
+        """Whether the backward that begins accumulates no gradient of a parameter."""
+        if is_plain:
+            return False
+        calls = [call for unit in self.units() for call in (*unit.open_calls, *unit.done_calls)]
+        nodes = [node() for call in calls for node in call.nodes]
+        leaves = [each for node in nodes if node for each, _ in node.next_functions]
+        if any(map(compat.will_run, leaves)):
+            return False
+        # Gradients that wait are reduced also if this one comes to parameters past all nodes:
+        # `functional_call` had what other code has made of them.
+        groups = (group for unit in self.units() for group in unit.groups)
+        waiting = (
+            fsdp_param for g in groups if g.gradients.may_wait for fsdp_param in g.fsdp_params
+        )
+        # One that gathers itself need not have the view that tells its node.
+        shards = (each.sharded for each in waiting if each.counts_writes)
+        trained = (shard for shard in shards if shard.requires_grad)
+        return not any(compat.will_run(get_gradient_edge(shard).node) for shard in trained)
 
     def _note_root(self) -> None:
         root = self._units[0]()
-        if not (self._had_backward or leaves_out_parameters() or root is None):
+        if not (self._had_backward or self._leaves_out or root is None):
             note_root(root)
 
-    def slots(self) -> Iterator[Slot]:
+    def fsdp_params(self) -> Iterator[FSDPParam]:
         """The parameters of all units."""
-        return (slot for unit in self.units() for slot in unit.slots())
-
-    def pass_over_backward(self) -> None:
-        """Take part in a backward that comes to no unit on this rank. Other ranks may run some."""
-        if self._has_broken_off:
-            self._drop_step(MEETING_TIMEOUT_S)
-        if self._end is None:
-            with plain_tensors():
-                self.reduce_waiting()
+        return (fsdp_param for unit in self.units() for fsdp_param in unit.fsdp_params())
 
     def reduce_waiting(self) -> None:
         """Reduce gradients of backwards without synchronization, outside of a backward."""
+        self._leaves_out = False
         self._begin_reductions()
         self.finish_backward()
 
@@ -352,7 +352,7 @@ class Engine(Executor):
 
     def due(self) -> Sequence[Reduction]:
         """Return the groups to reduce in this backward, the last defined first."""
-        if leaves_out_parameters():
+        if self._leaves_out:
             return []
         return self._reducing.due(self.units(), self.passes.window.policy.small_bytes)
 
@@ -362,7 +362,6 @@ class Engine(Executor):
 
     def before_backward(self, unit: Unit) -> None:
         """Unshard ``unit``, and prefetch the units whose backward comes next."""
-        self.begin_backward()
         for group in unit.groups:
             group.frees_before_backward = not unit.unshard_in_backward
             if not unit.unshard_in_backward:
@@ -377,20 +376,30 @@ class Engine(Executor):
             with plain_tensors():
                 self.passes.take_turn()
 
+    def half_of_backward(self, unit: Unit) -> None:
+        """The gradients of half of the parameters of ``unit`` are there."""
+        if self.passes.window.gradient_arrived(unit, sum(unit.sizes)):
+            self.passes.take_turn()
+
     def after_backward(self, unit: Unit) -> None:
         """Reshard ``unit``, and reduce its gradients."""
         self.passes.after_backward(unit)
 
+    def _end_backward(self) -> None:
+        """Called by autograd at the end of a backward, if none of its nodes has raised an error."""
+        self.finish_backward()
+        self.look_back()  # all that this rank owes to others is sent
+
     def finish_backward(self) -> None:
         """End the backward: reshard, reduce the remaining gradients, set ``.grad``."""
         with plain_tensors():
+            for unit in [unit for unit in self.units() if unit.hooked]:
+                unit.take_hooked()
             self.passes.end_backward()
-        self._end = None
-        self.is_after_backward = self.passes.is_in_forward
-        if self.is_after_backward:
             for unit in self.units():
-                if Lease.FORWARD in unit.leases:
-                    unit.tell_writes_apart()
+                if Lease.FORWARD in unit.leases:  # a step may come, and read what the shards have
+                    unit.take_writes()
+        self._end = None
 
     def look_back(self) -> None:
         """After the first backward that gives gradients: look for what it did not reduce.
@@ -398,9 +407,9 @@ class Engine(Executor):
         Raises:
             RuntimeError: forward has computed with a parameter from before ``fully_shard``.
         """
-        if self._had_backward or leaves_out_parameters():
+        if self._had_backward or self._leaves_out:
             return
-        check_replaced(self.slots())
+        check_replaced(self.fsdp_params())
         self._had_backward = True
 
     def all_issued(self) -> None:
@@ -466,14 +475,3 @@ def engine_of(unit: Unit) -> Engine | None:
     engine = unit.engine
     assert engine is None or isinstance(engine, Engine), "`make_root` alone makes it"
     return engine
-
-
-class _End:
-    """Called by autograd at the end of a backward. Freed without a call if the backward raises."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def __call__(self) -> None:
-        self._engine.finish_backward()
-        self._engine.look_back()  # all that this rank owes to others is sent

@@ -31,10 +31,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import Comm, ParameterBuffer, pool_for
 from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.fsdp_param import FSDPParam, ParamToShard, carry, checked_local, local_of
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.guard import Guard, Kind, Outputs
 from vescale_fsdp.engine.placement import local_data, spec_at_rest
-from vescale_fsdp.engine.slot import ParamToShard, Slot, carry, checked_local, local_of
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.program import State
@@ -160,7 +160,7 @@ class ExtensionGroup(Group):
     @property
     def is_on_meta(self) -> bool:
         """Whether the parameter has no data yet."""
-        return self.slots[0].local.is_meta
+        return self.fsdp_params[0].local.is_meta
 
     # Gathers
 
@@ -180,29 +180,29 @@ class ExtensionGroup(Group):
 
     def _start_gather(self, comm: Comm, in_backward: bool) -> None:
         self.gradients.casts_first = comm.sends_sums
-        if local_of(self.slots[0].sharded) is not self.slots[0].local:
+        if local_of(self.fsdp_params[0].sharded) is not self.fsdp_params[0].local:
             self.rebind()
         inputs = self._inputs()
         kinds = [(tensor.shape, tensor.dtype) for tensor in inputs]
         if self._outputs is None or self._outputs.kinds != kinds:
             self._agree_on(kinds, comm)
-            self.slots[0].gathered, self._inner = None, []
+            self.fsdp_params[0].gathered, self._wholes, self._inner = None, None, []
             self._outputs = Outputs(kinds, comm.size, self._compute_device)
         self._work = self._outputs.start_gather(inputs, comm, self.custom_gather, self.pool)
 
     def _inputs(self) -> Sequence[torch.Tensor]:
         """Call the first method. Returns its inputs, and stores its metadata for the second."""
-        (slot,) = self.slots
-        local = slot.local
-        has_methods = _has_methods(local, slot.fqn)
+        (fsdp_param,) = self.fsdp_params
+        local = fsdp_param.local
+        has_methods = _has_methods(local, fsdp_param.fqn)
         if self._offloads:
             local = local.to(self._compute_device, non_blocking=True)
         if not has_methods:
             return (self._values(local),)
         pre: Callable[..., Any] = local.fsdp_pre_all_gather  # type: ignore[attr-defined]
         signature = inspect.signature(pre)
-        module = slot.sites[0][0]() if slot.sites else None
-        shape = slot.shape
+        module = fsdp_param.sites[0][0]() if fsdp_param.sites else None
+        shape = fsdp_param.shape
         given = (self._mesh, shape, contiguous_strides(shape), module, self._mp_policy)
         if len(signature.parameters) not in (1, len(given)):
             raise AssertionError(
@@ -216,7 +216,7 @@ class ExtensionGroup(Group):
 
     def _values(self, local: torch.Tensor) -> torch.Tensor:
         """Return the input of a wrapper without the methods: plain rows, padded with zeros."""
-        rows = -(-self.slots[0].shape[0] // self.num_shards)
+        rows = -(-self.fsdp_params[0].shape[0] // self.num_shards)
         size = (rows, *local.shape[1:])
         values = torch.zeros(size, dtype=self._param_dtype, device=local.device)
         values[: local.shape[0]].copy_(local)
@@ -230,19 +230,19 @@ class ExtensionGroup(Group):
         answer = over(group).exchange("inputs of an extension", said, merge_pairs, _differing)
         if not answer:
             return
-        (slot,) = self.slots
-        rows = slot.shape[0]
+        (fsdp_param,) = self.fsdp_params
+        rows = fsdp_param.shape[0]
         if rows % self.num_shards == 0:
             raise RankMismatchError(
-                f"fsdp_pre_all_gather of parameter {slot.fqn!r} returned inputs of different "
+                f"fsdp_pre_all_gather of parameter {fsdp_param.fqn!r} returned inputs of different "
                 f"sizes: {answer}. Return the same shapes and dtypes on every rank"
             )
-        padded = (-(-rows // self.num_shards), *slot.shape[1:])
+        padded = (-(-rows // self.num_shards), *fsdp_param.shape[1:])
         raise AssertionError(
             "When a parameter is unevenly sharded by FSDP "
-            f"(orig size={tuple(slot.shape)}, FSDP world size={self.num_shards}), "
+            f"(orig size={tuple(fsdp_param.shape)}, FSDP world size={self.num_shards}), "
             "fsdp_pre_all_gather must return all-gather inputs with the padded sharded size "
-            f"{padded} but got, for parameter {slot.fqn!r}, {answer}"
+            f"{padded} but got, for parameter {fsdp_param.fqn!r}, {answer}"
         )
 
     def finish_gather(self) -> None:
@@ -255,24 +255,28 @@ class ExtensionGroup(Group):
         super().finish_gather()
 
     def _make_parameter(self) -> None:
-        (slot,) = self.slots
+        (fsdp_param,) = self.fsdp_params
         assert self._outputs is not None, "start_gather comes first"
-        post: Callable[..., Any] = getattr(slot.local, "fsdp_post_all_gather", _as_it_came)
+        post: Callable[..., Any] = getattr(fsdp_param.local, "fsdp_post_all_gather", _as_it_came)
         given = (tuple(self._outputs.tensors), self._metadata, self._param_dtype)
         self._metadata = None
-        if slot.gathered is not None:
+        if fsdp_param.gathered is not None:
             for storage, num_bytes in self._inner:
                 storage.resize_(num_bytes)
-            post(*given, out=slot.gathered)
+            post(*given, out=fsdp_param.gathered)
             return
         whole, inner = post(*given)
         storages = {s._cdata: s for s in (tensor.untyped_storage() for tensor in inner)}
         own = self._outputs.storages
         self._inner = [(s, s.nbytes()) for key, s in storages.items() if key not in own]
         # Without the padding of uneven rows.
-        shape = slot.shape
+        shape = fsdp_param.shape
         whole = torch.as_strided(whole, shape, contiguous_strides(shape), 0)
-        self._set_gathered(0, slot.in_forward(whole))
+        self._set_gathered(0, fsdp_param.in_forward(whole))
+
+    def is_in(self, storages: set[int]) -> bool:
+        """As `Group.is_in`."""
+        return not storages.isdisjoint(compat.storages_of(self.fsdp_params[0].local))
 
     def keep_part(self, num_parts: int) -> None:
         """Reshard. The outputs have no equal parts to keep, so backward gathers all of them."""
@@ -297,8 +301,8 @@ class ExtensionGroup(Group):
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            f"unsharded(writeback=True) of parameter {self.slots[0].fqn!r}, which gathers itself, "
-            "is not supported yet; change the sharded parameter in place"
+            f"unsharded(writeback=True) of parameter {self.fsdp_params[0].fqn!r}, which gathers "
+            "itself, is not supported yet; change the sharded parameter in place"
         )
 
     # Gradients
@@ -306,8 +310,13 @@ class ExtensionGroup(Group):
     def equalize_replicas(self) -> None:
         """Does nothing: only the subclass can tell what of it is data."""
 
-    def _in_buffer(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
-        local = super()._in_buffer(slot, gradient)
+    def add_gradients(self, gradients: dict[int, torch.Tensor]) -> None:
+        """As `Group.add_gradients`."""
+        for index, gradient in gradients.items():
+            self.add_gradient(index, gradient)
+
+    def in_buffer_of(self, fsdp_param: FSDPParam, gradient: torch.Tensor) -> torch.Tensor:
+        local = super().in_buffer_of(fsdp_param, gradient)
         if not compat.is_wrapper(local):
             return local
         # An operator with a wrapper runs once per wrapped tensor: an addition would add them all.
@@ -323,39 +332,45 @@ class ExtensionGroup(Group):
             ValueError: it has another shape or placement.
         """
         assert self.is_sharded, "the sharded parameter is registered"
-        (slot,) = self.slots
-        param = slot.registered()
-        if param is slot.sharded and local_of(param) is slot.local:
+        (fsdp_param,) = self.fsdp_params
+        param = fsdp_param.registered()
+        if param is fsdp_param.sharded and local_of(param) is fsdp_param.local:
             return
-        local = checked_local(param, slot)
+        local = checked_local(param, fsdp_param)
         if not local.is_meta:
             self._move_compute(local.device)
-        slot.spec = spec_at_rest(slot.spec.mesh, slot.spec.placements, slot.spec.shape, local.dtype)
+        fsdp_param.spec = spec_at_rest(
+            fsdp_param.spec.mesh, fsdp_param.spec.placements, fsdp_param.spec.shape, local.dtype
+        )
         if local is not local_of(param):
             former = param
-            param = nn.Parameter(slot.wrap(local), requires_grad=former.requires_grad)
+            param = nn.Parameter(fsdp_param.wrap(local), requires_grad=former.requires_grad)
             carry(former, param)
-        slot.gathered = None
-        slot.hold(param)
-        slot.register(param)
-        buffer = self._allocate([slot.shape], local.dtype, local.device)
-        self.gradients.bind(buffer, self.slots, self.pool)
+        fsdp_param.gathered = self._wholes = None
+        fsdp_param.hold(param)
+        fsdp_param.register(param)
+        buffer = self._allocate([fsdp_param.shape], local.dtype, local.device)
+        self.gradients.bind(buffer, self.fsdp_params, self.pool)
 
     def copied(self, memo: dict[int, Any], on_gradient: Callable[[int], None]) -> Self:
         """Return a new group with the same data, for ``copy.deepcopy``."""
         assert self.is_sharded, "the unit has released it"
-        (slot,) = self.slots
+        (fsdp_param,) = self.fsdp_params
         twin = copy.copy(self)
         twin.on_gradient, twin._work, twin._guard = on_gradient, None, Guard()
+        twin.forget_shadows()
+        twin._wholes = None
         twin._users = devices.Users(self._compute_device)
-        buffer = twin._allocate([slot.shape], slot.local.dtype, slot.local.device)
-        part = twin._at_rest(slot.local.new_zeros(slot.local.shape).copy_(slot.local))
-        sharded = slot.new_sharded(part, slot.sharded.requires_grad)
-        sharded.grad = None if slot.sharded.grad is None else slot.sharded.grad.clone()
-        memo[id(slot.sharded)] = sharded
-        new = slot.copied(sharded)
-        twin.slots = [new]
-        twin.gradients = self.gradients.copied(buffer, twin.slots, twin.pool)
+        buffer = twin._allocate([fsdp_param.shape], fsdp_param.local.dtype, fsdp_param.local.device)
+        part = twin._at_rest(
+            fsdp_param.local.new_zeros(fsdp_param.local.shape).copy_(fsdp_param.local)
+        )
+        sharded = fsdp_param.new_sharded(part, fsdp_param.sharded.requires_grad)
+        sharded.grad = None if fsdp_param.sharded.grad is None else fsdp_param.sharded.grad.clone()
+        memo[id(fsdp_param.sharded)] = sharded
+        new = fsdp_param.copied(sharded)
+        twin.fsdp_params = [new]
+        twin.gradients = self.gradients.copied(buffer, twin.fsdp_params, twin.pool)
         return twin
 
 

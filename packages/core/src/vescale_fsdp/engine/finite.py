@@ -103,10 +103,10 @@ def check_gradients(module: nn.Module, policy: Policy = "raise") -> bool:
 def _params(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that have or will get the reduced gradients: the sharded ones."""
     sharded = {
-        id(slot.gathered): slot.sharded
+        id(fsdp_param.gathered): fsdp_param.sharded
         for unit in units_in(module).values()
         for group in unit.groups
-        for slot in group.slots
+        for fsdp_param in group.fsdp_params
     }
     return {name: sharded.get(id(p), p) for name, p in module.named_parameters()}
 

@@ -7,7 +7,8 @@ Two mistakes raise no error by themselves, and are seen here, once, when the bac
     for block in blocks: fully_shard(block)     each block is a root, so what is around them (an
                                                 embedding, a head) belongs to no unit
 
-A slot has a weak reference to the parameter that it has replaced. Later backwards cost nothing.
+An FSDPParam has a weak reference to the parameter that it has replaced. Later backwards cost
+nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from collections.abc import Iterable
 from functools import partial
 
 from vescale_fsdp import compat
-from vescale_fsdp.engine.slot import Slot, listed
+from vescale_fsdp.engine.fsdp_param import FSDPParam, listed
 from vescale_fsdp.engine.unit import Unit, units_in
 from vescale_fsdp.errors import warn_user
 
 
-def check_replaced(slots: Iterable[Slot]) -> None:
+def check_replaced(fsdp_params: Iterable[FSDPParam]) -> None:
     """Look for parameters from before ``fully_shard`` that other code still holds.
 
     Warns if there are several. A single one may be the variable of a loop that has ended.
@@ -30,8 +31,12 @@ def check_replaced(slots: Iterable[Slot]) -> None:
     Raises:
         RuntimeError: a gradient has reached one, so a forward has computed with it.
     """
-    held = [(slot, param) for slot in slots if (param := slot.replaced()) is not None]
-    used = [slot.fqn for slot, param in held if slot.has_reached(param)]
+    held = [
+        (fsdp_param, param)
+        for fsdp_param in fsdp_params
+        if (param := fsdp_param.replaced()) is not None
+    ]
+    used = [fsdp_param.fqn for fsdp_param, param in held if fsdp_param.has_reached(param)]
     if used:
         raise RuntimeError(
             f"forward has computed with parameters that fully_shard has replaced: {listed(used)}. "
@@ -41,15 +46,15 @@ def check_replaced(slots: Iterable[Slot]) -> None:
         )
     # One that is frozen, before or after, is not trained on purpose.
     wanted = [(s, param) for s, param in held if param.requires_grad and s.sharded.requires_grad]
-    idle = [(slot, param) for slot, param in wanted if not slot.is_followed]
+    idle = [(fsdp_param, param) for fsdp_param, param in wanted if not fsdp_param.is_followed]
     if len(idle) > 1:
         num_bytes = sum(compat.local_tensor(p).nbytes for _, p in idle if not p.is_meta)
         warn_user(
             f"{len(idle)} parameters that fully_shard has replaced are still held: "
-            f"{listed([slot.fqn for slot, _ in idle])}. An optimizer, a list or a closure (also "
-            "that of a hook) that was made before fully_shard holds them. They are not trained, "
-            f"and keep {num_bytes:,} bytes of memory on this rank. Make it after fully_shard, of "
-            "model.parameters(), or delete it"
+            f"{listed([fsdp_param.fqn for fsdp_param, _ in idle])}. An optimizer, a list or a "
+            "closure (also that of a hook) that was made before fully_shard holds them. They are "
+            f"not trained, and keep {num_bytes:,} bytes of memory on this rank. Make it after "
+            "fully_shard, of model.parameters(), or delete it"
         )
 
 
@@ -106,4 +111,6 @@ def _may_be_a_block(root: Unit) -> bool:
         return False
     if any(unit.has_ignored or unit.is_in_whole for unit in units):
         return False
-    return not any(compat.is_ignored_by_ddp(s.sharded) for unit in units for s in unit.slots())
+    return not any(
+        compat.is_ignored_by_ddp(s.sharded) for unit in units for s in unit.fsdp_params()
+    )

@@ -116,9 +116,6 @@ class State:
         """Reduce and publish the gradients that backwards without synchronization accumulated."""
         engine = engine_of(self.unit)
         if engine is not None:
-            for unit in engine.units():
-                for group in unit.groups:
-                    group.collect_gradients()
             engine.reduce_waiting()
 
 

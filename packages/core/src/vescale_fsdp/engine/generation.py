@@ -114,9 +114,9 @@ class generating(AbstractContextManager[None]):
         if not groups:
             return True
         needed = sum(
-            slot.shape.numel() * (group.compute_dtype or slot.sharded.dtype).itemsize
+            fsdp_param.shape.numel() * (group.compute_dtype or fsdp_param.sharded.dtype).itemsize
             for group in groups
-            for slot in group.slots
+            for fsdp_param in group.fsdp_params
         )
         limit = self._limit
         if limit is None:

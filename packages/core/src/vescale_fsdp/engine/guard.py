@@ -10,21 +10,14 @@ zeros that freed pages may have. When they are unsharded again, their versions a
 
 A write to them also increases their version, or, in the case of ``p.data = ...``, gives them other
 memory.
-
-Versions of sharded parameters do not show every write: fused and foreach kernels write without an
-increase (torch 2.13). Parameters that stay unsharded are out of date after an optimizer's step. So
-the steps on sharded parameters in this process are counted.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import Comm, Region, SlabPool, ThenCopy, make_region
@@ -81,18 +74,18 @@ class Outputs:
         sizes = [part.shape[1] for part in self._bytes]
         num_bytes = -(-sum(sizes) // _MESSAGE_ALIGNMENT) * _MESSAGE_ALIGNMENT
         in_place = sizes == [num_bytes]
-        lent = None if in_place else pool.take(comm.size * num_bytes, torch.uint8)
-        messages = self._bytes[0] if lent is None else lent.view(comm.size, num_bytes)
+        taken = None if in_place else pool.take(comm.size * num_bytes, torch.uint8)
+        messages = self._bytes[0] if taken is None else taken.view(comm.size, num_bytes)
         columns = messages[:, : sum(sizes)].split(sizes, dim=1)
         for column, tensor in zip(columns, inputs, strict=True):
             column[comm.rank].copy_(tensor.contiguous().view(-1).view(torch.uint8))
         work = comm.start_gather_of_messages(messages, custom)
 
         def arrive() -> None:
-            if lent is not None:
+            if taken is not None:
                 for place, column in zip(self._bytes, columns, strict=True):
                     place.copy_(column)
-                pool.give(lent)
+                pool.give(taken)
 
         return ThenCopy(work, arrive)
 
@@ -111,6 +104,7 @@ class Guard:
     """Watches parameters that get memory (`open`) and lose it (`close`)."""
 
     def __init__(self) -> None:
+        self._opened: Sequence[torch.Tensor] = ()
         self._params: tuple[torch.Tensor, ...] = ()
         self._versions: tuple[int, ...] = ()
         self._raised: tuple[int, ...] = ()  # what those are while the memory is gone
@@ -119,29 +113,45 @@ class Guard:
         self._closed = False
 
     def open(self, params: Sequence[torch.Tensor]) -> None:
-        """Call when these parameters have memory again. Restores their versions."""
-        same = len(params) == len(self._params) and all(map(operator.is_, params, self._params))
+        """Call when these parameters have memory again. Restores their versions.
+
+        Args:
+            params: the same list object as long as they are the same.
+        """
+        same = params is self._opened
         if self._closed and same:
             compat.set_versions(self._params, self._versions)
         else:
             if not same:
-                self._params = tuple(params)
+                self._opened, self._params = params, tuple(params)
                 self._plain = [param for param in params if not compat.is_wrapper(param)]
             self._versions = _versions_of(self._params)
         if not (same and self._is_in_place):  # all have moved together, or none
             self._places = self._places_now()
         self._closed = False
 
-    def close(self) -> None:
-        """Call before the memory is freed. Increases the versions."""
+    def close(self, *, is_known: bool = False) -> None:
+        """Call before the memory is freed. Increases the versions.
+
+        Args:
+            is_known: `saw_write` has just said that nobody has written to them.
+        """
         if self._closed:
             return
-        versions = _versions_of(self._params)
+        versions = self._versions if is_known else _versions_of(self._params)
         if versions != self._versions or len(self._raised) != len(versions):
             self._versions = versions
             self._raised = tuple([each + FREED for each in versions])
         compat.set_versions(self._params, self._raised)
         self._closed = True
+
+    def outdate(self, indices: Collection[int]) -> None:
+        """Raise versions: what a forward has saved of these is not what it would read now."""
+        if not self._closed:
+            now = enumerate(_versions_of(self._params))
+            self._versions = tuple([each + (index in indices) for index, each in now])
+            self._raised = ()
+            compat.set_versions(self._params, self._versions)
 
     @property
     def saw_move(self) -> bool:
@@ -163,21 +173,3 @@ class Guard:
 
 def _versions_of(params: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple([param._version for param in params])
-
-
-_num_steps = 0
-
-
-def num_steps() -> int:
-    """Return the number of steps so far of optimizers with at least one sharded parameter."""
-    return _num_steps
-
-
-def _count(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    # Others may be on one rank only, where the ranks would then disagree.
-    global _num_steps
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    _num_steps += any(isinstance(param, DTensor) for param in params)
-
-
-register_optimizer_step_post_hook(_count)

@@ -2,7 +2,7 @@
 
 For a unit in the middle of the model::
 
-    pre_forward    wait for the all-gather, register the unsharded parameters, prefetch another unit
+    pre_forward    wait for the all-gather, show the unsharded parameters, prefetch another unit
     post_forward   reshard (unless the unit stays unsharded), wrap the outputs in the boundary
     pre_backward   unshard again, prefetch the unit before this one
     post_backward  all gradients of the unit are there: reshard, reduce
@@ -24,29 +24,31 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
-from vescale_fsdp.engine import boundary, stepping
+from vescale_fsdp.engine import boundary
 from vescale_fsdp.engine.activations import Kept, aside, recomputes_itself
 from vescale_fsdp.engine.arguments import warn_of_settings_below
-from vescale_fsdp.engine.containers import Copies, map_tensors
+from vescale_fsdp.engine.containers import Copies, map_tensors, tensors_requiring_grad
 from vescale_fsdp.engine.engine import Engine, engine_of
+from vescale_fsdp.engine.gather import Gathered
 from vescale_fsdp.engine.late import num_calls, release, with_late_units
-from vescale_fsdp.engine.lent import gather_lent, put_back, show_gathered
 from vescale_fsdp.engine.ownership import follow_ties, refuse_data_parallel, refuse_waiting
+from vescale_fsdp.engine.substitutes import Place, gather_substitutes, put_back
 from vescale_fsdp.engine.uncalled import explain_uncalled
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
-from vescale_fsdp.engine.writers import expose_if_written
 from vescale_fsdp.program import Lease
-from vescale_fsdp.ragged import NAME
+from vescale_fsdp.ragged import NAME, hear_of_writes
 
 
 def register_hooks(module: nn.Module) -> None:
@@ -54,8 +56,12 @@ def register_hooks(module: nn.Module) -> None:
 
     def before_state_dict(module: nn.Module, *_: Any) -> None:
         unit = unit_of(module)
-        if unit is not None:
+        if unit is None:
+            return
+        if Lease.USER in unit.leases:
             unit.rest()
+        else:
+            unit.drop_copies()  # the sharded parameters are registered
 
     def after_state_dict(module: nn.Module, state_dict: Any, *_: Any) -> None:
         unit = unit_of(module)
@@ -66,7 +72,8 @@ def register_hooks(module: nn.Module) -> None:
         unit = unit_of(module)
         if unit is not None:
             unit.refuse_if_pinned("load_state_dict")
-            unit.rest()
+            if not unit.is_busy:
+                unit.rest()
 
     def after_load(module: nn.Module, _: Any) -> None:
         unit = unit_of(module)
@@ -159,33 +166,48 @@ class _Call(boundary.Call):
     """One forward of a unit that a backward may come back to."""
 
     def __init__(self, unit: Unit, engine: Engine) -> None:
-        super().__init__(unit.fqn, engine)
+        super().__init__(unit.fqn)
         self.pass_number = engine.passes.num_passes
-        self._unit, self._engine = unit, engine
+        self.unit, self._engine = unit, engine
         self._range: AbstractContextManager[object] | None = None  # of profilers
         self.kept: Kept | None = None  # activations that are offloaded
         self._begun_in = 0  # the number of the backward
 
-    def pre_backward(self) -> None:
-        if self._unit.engine is not self._engine:
+    @property
+    def has_end(self) -> bool:
+        """Whether a node tells that its backward has ended."""
+        return self.takes_gradients or bool(self.nodes)
+
+    def show(self) -> None:
+        """Show the unsharded parameters to the forward, as results of nodes if they train."""
+        unit, engine = self.unit, self._engine
+        self.nodes = []
+        Gathered(unit, engine, self, lambda: _Call(unit, engine)).show(self.nodes)
+
+    def pre_backward(self, is_plain: bool | None = None) -> None:
+        if self.unit.engine is not self._engine:
             raise RuntimeError(
                 f"backward has come to a forward of {self.where} that ran before the module became "
                 "a part of another model, or its model got new modules. Call backward before the "
                 "next model is called, or call the whole model instead of its parts"
             )
         with plain_tensors():
-            self._engine.begin_backward()
+            self._engine.begin_backward(is_plain, makes_graph=self.makes_graph)
         if self._begun_in == self._engine.num_backwards:  # hooks of users have made other outputs
             return
         self._begun_in = self._engine.num_backwards
-        self._unit.enter_backward(self)
+        self.unit.expect(self._begun_in)
+        self.unit.lasts |= self.makes_graph
+        self.unit.enter_backward(self)
         if self.kept is not None:
             self.kept.prefetch()
-            if not self.takes_gradients:  # there will be no `post_backward`
+            if not self.has_end:  # there will be no `post_backward`
                 compat.queue_backward_callback(self.kept.finish)
         with plain_tensors():
-            self._engine.before_backward(self._unit)
-        self._range = compat.recorded("backward", [self._unit.fqn])
+            self._engine.before_backward(self.unit)
+            if not (self.unit.running.depth or self.unit.is_sharded):
+                self.unit.show()
+        self._range = compat.recorded("backward", [self.unit.fqn])
         self._range.__enter__()
 
     def post_backward(self) -> None:
@@ -195,9 +217,11 @@ class _Call(boundary.Call):
         if self.kept is not None:
             self.kept.finish()
         self._begun_in = 0  # a function in this backward may come to the call again
-        if self._unit.leave_backward(self):  # else another call is to come, and adds to gradients
+        if self.unit.leave_backward(self):  # else another call is to come, and adds to gradients
+            if self.unit.hooked:
+                self.unit.take_hooked()
             with plain_tensors():
-                self._engine.after_backward(self._unit)
+                self._engine.after_backward(self.unit)
 
 
 def pre_forward(
@@ -219,9 +243,10 @@ def pre_forward(
     if engine is None:  # who is called first becomes the root
         with plain_tensors():
             engine = make_root(unit)
-    if running.depth == 1 and not engine.is_running:
+    is_first = running.depth == 1 and not engine.is_running
+    if is_first:
         args, kwargs = _moved_inputs(unit, (args, kwargs), copies)
-    if unit.before_pass is not None and running.depth == 1 and not engine.is_running:
+    if is_first and unit.before_pass is not None:
         if unit.num_pins and method != "forward":  # the forwards in it are passes
             running.depth = 0
             running.copies.clear()  # nothing is known of its end
@@ -230,11 +255,12 @@ def pre_forward(
         unit.before_pass(unit)
     if len(unit.module_refs) > 1 and running.depth == 1:
         if not running.modules_left:
+            running.shared = None
             running.modules_left = {id(ref()) for ref in unit.module_refs}
         running.modules_left.discard(id(module))
     if running.depth > 1:
-        stepping.unshard_again(unit)
-        _use_lent(unit)
+        _unshard_again(unit)
+        _use_substitutes(unit)
         return _cast_inputs(unit, (args, kwargs), copies)
     if Lease.BACKWARD in unit.leases and compat.current_backward() != -1:
         # An activation checkpoint runs the forward again.
@@ -243,8 +269,9 @@ def pre_forward(
             running.aside = aside()
             running.aside.__enter__()
         unit.unshard()
-        expose_if_written(unit)
-        _use_lent(unit)
+        unit.show()
+        _mark_read(unit, is_read=True)
+        _use_substitutes(unit)
         return _cast_inputs(unit, (args, kwargs), copies)
     wants_gradients = torch.is_grad_enabled()
     if unit.broadcasts_buffers and unit.is_root:
@@ -252,17 +279,20 @@ def pre_forward(
         unit.buffers_are_due = wants_gradients and unit.requires_gradient_sync
     if not wants_gradients and not engine.is_running and _is_pinned(unit, module):
         running.modules_left.clear()
-        for group in unit.groups:
-            group.has_lent = show_gathered(group.slots)
-        _use_lent(unit)
+        unit.show()
+        _use_substitutes(unit)
         return _cast_inputs(unit, (args, kwargs), copies)  # no pass: ranks may run what they like
     with plain_tensors():
         running.is_in_pass = engine.before_forward(unit, method, wants_gradients)
-    expose_if_written(unit)
-    _use_lent(unit)
+    if not wants_gradients:
+        unit.show()
+        _use_substitutes(unit)
     running.has_begun = True
-    stepping.begin_forward(unit)
-    unit.leases.discard(Lease.USER)
+    _mark_running(unit)
+    if Lease.USER in unit.leases:
+        unit.leases.discard(Lease.USER)
+        for group in unit.groups if not unit.num_pins else ():
+            group.register_sharded()
     unit.leases.add(Lease.FORWARD)
     running.range = compat.recorded("forward", [unit.fqn])
     running.range.__enter__()
@@ -271,8 +301,17 @@ def pre_forward(
         return args, kwargs
     # Whether a backward comes back is known from the outputs: frozen parameters too are needed
     # again, for the gradients of the inputs and of what comes before them in the unit.
-    call = running.call = _Call(unit, engine)
-    args, kwargs = boundary.enter(call, (args, kwargs), copies)
+    # Modules of one unit share the nodes: each parameter then gets one gradient, for its hooks.
+    call = running.call = running.shared or _Call(unit, engine)
+    if compat.is_transforming() and tensors_requiring_grad((args, kwargs)):
+        boundary.refuse_functional(call)
+    if call is not running.shared:
+        call.show()
+        is_list = len(unit.module_refs) > 1 and not unit.offloads_activations
+        running.shared = call if is_list else None
+    _use_substitutes(unit)
+    if not call.nodes:
+        args, kwargs = boundary.enter(call, (args, kwargs), copies)
     unit.open_calls.add(call)
     if unit.offloads_activations:
         call.kept = engine.activations.begin(unit, engine.units(), call.pass_number)
@@ -288,8 +327,8 @@ def leave_forward(unit: Unit, output: Any) -> Any:
     if running.depth != 1 or running.call is None:
         return output
     copies = running.copies.get(running.depth)
-    output, running.is_reachable = boundary.leave(running.call, output, copies)
-    return output
+    running.left = boundary.leave(running.call, output, copies)
+    return running.left[0]
 
 
 def post_forward(unit: Unit, output: Any) -> Any:
@@ -297,7 +336,8 @@ def post_forward(unit: Unit, output: Any) -> Any:
     running = unit.running
     if (error := sys.exception()) is not None:
         explain_uncalled(unit, error)
-    put_back(running.lent.pop(running.depth, ()))
+    if running.substitutes:
+        put_back(running.substitutes.pop(running.depth, ()))
     copies = running.copies.pop(running.depth, None) or Copies()
     running.depth = max(running.depth - 1, 0)
     if running.depth:
@@ -315,14 +355,22 @@ def post_forward(unit: Unit, output: Any) -> Any:
         call.kept.end()
     has_begun, running.has_begun = running.has_begun, False
     if has_begun:
-        stepping.end_forward(unit)
-        reachable = True
-        if call is not None:
-            was_reachable, running.is_reachable = running.is_reachable, None
-            output, reachable = boundary.leave_again(call, output, copies, was_reachable)
-        if running.is_in_pass:
-            _end_forward(unit, call, reachable=reachable)
-    copies.carry_back()
+        try:
+            reachable = True
+            if call is not None:
+                left, running.left = running.left, None
+                output, reachable = boundary.leave_again(call, output, copies, left)
+            if sys.exception() is running.handled:
+                for group in unit.groups:
+                    group.check_forward()
+            if running.is_in_pass:
+                _end_forward(unit, call, reachable=reachable)
+        finally:
+            _mark_ended(unit)
+    else:
+        _mark_read(unit, is_read=False)
+    if copies.made:
+        copies.carry_back()
     unit.leases.discard(Lease.FORWARD)
     running.handled = None
     return _cast_output(unit, output)
@@ -341,19 +389,78 @@ def _end_forward(unit: Unit, call: _Call | None, *, reachable: bool) -> None:
             strays=strays,
             # Hooks that run after an exception see it as the one that is being handled.
             has_failed=sys.exception() is not unit.running.handled,
-            is_closed=call is not None and not call.takes_gradients,
+            is_closed=call is not None and not call.has_end,
             is_visited=call is not None and reachable,
             is_hidden=call is None or strays,
         )
 
 
-def _use_lent(unit: Unit) -> None:
+def _use_substitutes(unit: Unit) -> None:
     """Gather what `functional_call` has put in the place of parameters, in the user's grad mode."""
-    places = [
-        place for group in unit.groups if group.has_lent for place in gather_lent(group.slots)
-    ]
+    places: list[Place] = []
+    for group in unit.groups:
+        if group.shadows.has_substitutes:
+            places += gather_substitutes(group.fsdp_params)
     if places:
-        unit.running.lent[unit.running.depth] = places
+        unit.running.substitutes[unit.running.depth] = places
+
+
+# Writes to shards while a forward runs: by a manual step, or the update of a teacher
+
+
+_running: list[weakref.ref[Unit]] = []  # units whose forward runs, outermost first
+
+
+def _mark_running(unit: Unit) -> None:
+    """The forward of ``unit`` begins, outside of a backward."""
+    _running.append(weakref.ref(unit))
+    for group in unit.groups:
+        group.is_in_forward = group.shadows.is_read = True
+    hear_of_writes(_hear)
+
+
+def _mark_read(unit: Unit, *, is_read: bool) -> None:
+    """A forward of ``unit`` runs again in a backward, or has ended."""
+    for group in unit.groups:
+        group.shadows.is_read = is_read
+
+
+def _mark_ended(unit: Unit) -> None:
+    """It has ended, perhaps by an exception."""
+    _running[:] = [ref for ref in _running if ref() is not unit]
+    for group in unit.groups:
+        group.is_in_forward = group.shadows.is_read = False
+    if not _running:
+        hear_of_writes(None)
+
+
+def _hear(written: Iterable[Any]) -> None:
+    """Let forwards that run see a write to their shards, by their next read. No communication."""
+    tensors = [compat.local_tensor(each) for each in written if isinstance(each, DTensor)]
+    storages = {each for tensor in tensors for each in compat.storages_of(tensor)}
+    for unit in [each for ref in _running if (each := ref()) is not None]:
+        if unit.running.has_begun and any(group.is_in(storages) for group in unit.groups):
+            for group in unit.groups:
+                group.outdate(tensors if group.is_in(storages) else ())
+                group.shadows.hide()
+                group.shadows.renew = partial(_untraced(), unit)
+
+
+@functools.cache
+def _untraced() -> Callable[[Unit], None]:
+    """`_unshard_again`, which Dynamo does not trace. Not made at import: it takes a second."""
+    disable: Callable[..., Any] = torch.compiler.disable
+    found: Callable[[Unit], None] = disable(_unshard_again)
+    return found
+
+
+def _unshard_again(unit: Unit) -> None:
+    """Unshard, in its forward, what a write to the shards has outdated. Collective."""
+    if unit.is_stale:
+        unit.refresh()
+    unit.unshard()
+    unit.show_again()
+    unit.leases.add(Lease.FORWARD)
 
 
 def send_buffers(root: Unit, module: nn.Module) -> None:
@@ -423,21 +530,20 @@ def make_root(unit: Unit) -> Engine:
             release(former)
     refuse_data_parallel(units.values())
     names = {id(param): name for name, param in module.named_parameters()}
-    has_lent = compat.in_functional_call()  # then what is registered is not to be kept
     for name, below in units.items():
         below.fqn = name
-        for slot in below.slots():
-            slot.fqn = names.get(id(slot.sharded if has_lent else slot.registered()), slot.fqn)
-        check_materialized(below.modules(), below.slots())
+        for fsdp_param in below.fsdp_params():
+            fsdp_param.fqn = names.get(id(fsdp_param.registered()), fsdp_param.fqn)
+        check_materialized(below.modules(), below.fsdp_params())
         for group in below.groups:
-            if group.is_sharded and not has_lent:
+            if group.is_sharded:
                 group.rebind()
         below.follow_statistics(is_final=True)
         for group in below.groups:
-            for slot in group.slots:
-                setattr(slot.sharded, NAME, slot.fqn)
-    if not has_lent:
-        follow_ties(list(units.values()))
+            group.forget_shadows()  # ties may have changed the places
+            for fsdp_param in group.fsdp_params:
+                setattr(fsdp_param.sharded, NAME, fsdp_param.fqn)
+    follow_ties(list(units.values()))
     warn_of_settings_below(unit, units)
     engine = Engine(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
     for group in (group for below in units.values() for group in below.groups):

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
 from vescale_fsdp.engine.engine import Engine
-from vescale_fsdp.engine.slot import is_unsharded, listed, slot_of, was_sharded
+from vescale_fsdp.engine.fsdp_param import fsdp_param_of, is_unsharded, listed, was_sharded
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 
 _MARK = "_is_fsdp_managed_module"  # on a module: a `_Mark`. Others read it as a bool
@@ -205,7 +205,9 @@ def _find(
         if _is_late(module):
             late.setdefault(id(unit), []).append(module)
             return
-        known = {id(slot.gathered) for slot in unit.slots()}  # of one that stays unsharded
+        known = {
+            id(fsdp_param.gathered) for fsdp_param in unit.fsdp_params()
+        }  # of one that stays unsharded
         mark = _mark_of(module)
         strays += [
             f"{name}.{key}" if name else key
@@ -223,7 +225,7 @@ def _is_late(module: nn.Module) -> bool:
     """Whether a module is new, with all that it contains, and has parameters to shard."""
     is_new = all(_mark_of(below) is None for below in module.modules())
     return is_new and any(
-        not isinstance(param, DTensor) or (was_sharded(param) and slot_of(param) is None)
+        not isinstance(param, DTensor) or (was_sharded(param) and fsdp_param_of(param) is None)
         for param in module.parameters()
     )
 

@@ -21,7 +21,7 @@ from vescale_fsdp.engine.engine import engine_of
 from vescale_fsdp.engine.fsdp2_state import State, register_state
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method, register_hooks
 from vescale_fsdp.engine.late import mark_copies
-from vescale_fsdp.engine.pipelining import StageMethods
+from vescale_fsdp.engine.reduce import drop_waiting
 from vescale_fsdp.engine.settling import MEETING_TIMEOUT_S
 from vescale_fsdp.engine.tuning import TuningMethods, units_of
 from vescale_fsdp.engine.unit import UNIT_ATTRIBUTE, Unit, units_in
@@ -41,7 +41,7 @@ class UnshardHandle(TorchUnshardHandle):
             self._unit = None
 
 
-class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
+class FSDPModule(TuningMethods, TorchFSDPModule):
     """A module whose parameters are sharded by ``vescale_fsdp.fully_shard``.
 
     It is a subclass of torch's ``FSDPModule``, so that tools which look for FSDP2 modules find
@@ -50,10 +50,19 @@ class FSDPModule(StageMethods, TuningMethods, TorchFSDPModule):
     classes. Its ``repr`` begins with ``FSDPLinear``.
     """
 
-    _orig_cls_mro_index = 5  # [the sharded class, this one, two of methods, torch's, <Class>, ...]
+    _orig_cls_mro_index = 4  # [the sharded class, this one, one of methods, torch's, <Class>, ...]
 
     def __repr__(self) -> str:
         return f"FSDP{super().__repr__()}"
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of all parameters, as of any module.
+
+        Also those of backwards without synchronization, which are in no ``.grad`` yet. That of an
+        optimizer, or of a module that is not sharded, leaves them, as in FSDP2.
+        """
+        drop_waiting(self.parameters())  # type: ignore[attr-defined]
+        super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Unshard this module's own parameters (not those of nested units).
@@ -349,9 +358,9 @@ def join(unit: Unit, module: nn.Module, original: Unit, memo: dict[int, Any]) ->
     object.__setattr__(module, UNIT_ATTRIBUTE, unit)
     unit.module_refs.append(weakref.ref(module))
     for group, former in zip(unit.groups, original.groups, strict=True):
-        for slot, old in zip(group.slots, former.slots, strict=True):
+        for fsdp_param, old in zip(group.fsdp_params, former.fsdp_params, strict=True):
             copies = [(memo.get(id(ref())), name) for ref, name in old.sites]
-            slot.sites = [(weakref.ref(m), name) for m, name in copies if m is not None]
+            fsdp_param.sites = [(weakref.ref(m), name) for m, name in copies if m is not None]
 
 
 def _copies(units: list[Unit] | None, memo: dict[int, Any]) -> list[Unit] | None:

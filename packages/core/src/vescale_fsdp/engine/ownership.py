@@ -12,7 +12,7 @@ be of another model, until a call on a module around two or more of them takes t
 Code may also tie sharded parameters (``head.weight = embedding.weight``), as it does where weights
 are loaded into a model that was made on meta. Nothing moves then, because an optimizer may have
 states for the layout: `follow_ties` adds the use to the unit that has the parameter, if that
-contains it. If not, each use gathers it for itself (`lent`).
+contains it. If not, each use gathers it for itself (`substitutes`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Coding, checked_block
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.extension import gathers_itself
+from vescale_fsdp.engine.fsdp_param import (
+    FSDPParam,
+    ParamToShard,
+    Site,
+    carry,
+    fsdp_param_of,
+    holder_of,
+    was_sharded,
+)
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, asked_block
 from vescale_fsdp.engine.late import is_managed
 from vescale_fsdp.engine.placement import local_data, placement_of
 from vescale_fsdp.engine.quantized import Choice
-from vescale_fsdp.engine.slot import (
-    ParamToShard,
-    Site,
-    Slot,
-    carry,
-    holder_of,
-    slot_of,
-    was_sharded,
-)
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.errors import warn_user
 from vescale_fsdp.ragged import RaggedTensor, holding_of
@@ -66,13 +66,13 @@ def refuse_data_parallel(units: Iterable[Unit]) -> None:
     """
     reduced = {id(param) for param in compat.parameters_of_running_ddp()}
     for unit in units if reduced else ():
-        for slot in unit.slots():
-            if slot.sharded.requires_grad and id(slot.sharded) in reduced:
+        for fsdp_param in unit.fsdp_params():
+            if fsdp_param.sharded.requires_grad and id(fsdp_param.sharded) in reduced:
                 raise RuntimeError(
                     "DistributedDataParallel is around a module whose parameters fully_shard has "
-                    f"sharded, such as {slot.fqn!r}. fully_shard averages their gradients already, "
-                    "also with sharding='ddp': remove DistributedDataParallel, and wrap the "
-                    "modules alone that are not sharded"
+                    f"sharded, such as {fsdp_param.fqn!r}. fully_shard averages their gradients "
+                    "already, also with sharding='ddp': remove DistributedDataParallel, and wrap "
+                    "the modules alone that are not sharded"
                 )
 
 
@@ -196,24 +196,26 @@ def follow_ties(units: Sequence[Unit]) -> None:
 
     Warns, because what was in the place of such a parameter is still gathered with its unit.
     """
-    unit_of_slot = {id(slot): unit for unit in units for slot in unit.slots()}
+    unit_of_slot = {id(fsdp_param): unit for unit in units for fsdp_param in unit.fsdp_params()}
     inside: dict[int, set[int]] = {}  # ids of the modules below a unit
     tied: dict[str, str] = {}
-    for home, slot in [(unit, slot) for unit in units for slot in unit.slots()]:
-        for site in list(slot.sites):
+    for home, fsdp_param in [
+        (unit, fsdp_param) for unit in units for fsdp_param in unit.fsdp_params()
+    ]:
+        for site in list(fsdp_param.sites):
             module, name = site[0](), site[1]
-            if module is None or not slot.is_tied_away(module, name):
+            if module is None or not fsdp_param.is_tied_away(module, name):
                 continue
             holder = holder_of(module._parameters[name])  # type: ignore[arg-type]
             assert holder is not None, "it is tied to it"
-            tied[_join(home.fqn, slot.fqn)] = holder.fqn
             unit = unit_of_slot.get(id(holder))
-            if unit is None:  # of another model
+            if unit is None:  # of another model: ``functional_call`` may have put it there
                 continue
+            tied[_join(home.fqn, fsdp_param.fqn)] = holder.fqn
             if id(unit) not in inside:
                 inside[id(unit)] = {id(m) for each in unit.modules() for m in each.modules()}
             if inside[id(unit)].issuperset(id(each) for each in (module, *home.modules())):
-                slot.sites.remove(site)
+                fsdp_param.sites.remove(site)
                 holder.sites.append(site)
     if tied:
         warn_user(
@@ -232,17 +234,19 @@ def replaced_parameters(params: Iterable[torch.Tensor], *, followed: bool = Fals
         followed: the optimizer that had them got the sharded ones instead. Then the first backward
             does not warn of lists that still hold them.
     """
-    slots = [slot for param in params if (slot := _replacement_of(param)) is not None]
-    for slot in slots:
-        slot.is_followed |= followed
-    return [slot.fqn for slot in slots]
+    fsdp_params = [
+        fsdp_param for param in params if (fsdp_param := _replacement_of(param)) is not None
+    ]
+    for fsdp_param in fsdp_params:
+        fsdp_param.is_followed |= followed
+    return [fsdp_param.fqn for fsdp_param in fsdp_params]
 
 
-def _replacement_of(param: torch.Tensor) -> Slot | None:
+def _replacement_of(param: torch.Tensor) -> FSDPParam | None:
     owner = vars(param).get(_OWNER)
     unit: Unit | None = None if owner is None else owner()
-    slots = () if unit is None else unit.slots()
-    return next((slot for slot in slots if slot.replaced() is param), None)
+    fsdp_params = () if unit is None else unit.fsdp_params()
+    return next((fsdp_param for fsdp_param in fsdp_params if fsdp_param.replaced() is param), None)
 
 
 def own_modules(modules: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -282,28 +286,35 @@ def _release_shared(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) ->
     """Let nested units release parameters of modules that stand elsewhere below ``modules`` too.
 
     Collective: an all-gather of each, and what `Unit.give_up` sends. Units that have run keep them:
-    an optimizer may have states for their layout. Then each use gathers them for itself (`lent`).
+    an optimizer may have states for their layout. Then each use gathers them (`substitutes`).
     """
     nested = {id(unit): unit for module in modules for unit in units_in(module).values()}
-    homes = {slot: unit for unit in nested.values() if unit.engine is None for slot in unit.slots()}
+    homes = {
+        fsdp_param: unit
+        for unit in nested.values()
+        if unit.engine is None
+        for fsdp_param in unit.fsdp_params()
+    }
     own = {id(child) for _, child in own_modules(modules)}
-    users: dict[Slot, list[Slot]] = {}  # of the slot that has the parameter: all that have had it
-    for slot in homes:
-        for module_ref, name in slot.sites:
+    users: dict[
+        FSDPParam, list[FSDPParam]
+    ] = {}  # of the one that has the parameter: all that have had it
+    for fsdp_param in homes:
+        for module_ref, name in fsdp_param.sites:
             module = module_ref()
             param = None if module is None else module._parameters.get(name)
             holder = None if param is None else holder_of(param)
             if holder is None or holder not in homes or not _is_site(holder, module, name):
                 continue  # of another model, or tied by code
-            if holder is not slot or id(module) in own:
-                users.setdefault(holder, [holder]).append(slot)
-    for holder, slots in users.items():
+            if holder is not fsdp_param or id(module) in own:
+                users.setdefault(holder, [holder]).append(fsdp_param)
+    for holder, fsdp_params in users.items():
         if holder.sharded not in ignored:
             whole = _taken_over(holder.fqn, holder.sharded, holder.sites)
-            for slot in dict.fromkeys(slots):
-                if (original := slot.original()) is not None:
+            for fsdp_param in dict.fromkeys(fsdp_params):
+                if (original := fsdp_param.original()) is not None:
                     whole = _revived(original, whole, holder.sites)
-                homes[slot].give_up(slot)
+                homes[fsdp_param].give_up(fsdp_param)
             setattr(whole, _WAITING, holder.sites)  # for this call, which contains all of them
 
 
@@ -319,8 +330,8 @@ def _revived(original: nn.Parameter, whole: nn.Parameter, sites: list[Site]) -> 
     return original
 
 
-def _is_site(slot: Slot, module: nn.Module | None, name: str) -> bool:
-    return any(ref() is module and name == known for ref, known in slot.sites)
+def _is_site(fsdp_param: FSDPParam, module: nn.Module | None, name: str) -> bool:
+    return any(ref() is module and name == known for ref, known in fsdp_param.sites)
 
 
 def _waiting_below(modules: Sequence[nn.Module]) -> list[_Found]:
@@ -354,10 +365,10 @@ def _refuse_within_model(
     Raises:
         ValueError: the unit that has it is around the modules of this call, or inside of them.
     """
-    slot = slot_of(param)
-    if slot is None:  # a copy
+    fsdp_param = fsdp_param_of(param)
+    if fsdp_param is None:  # a copy
         return
-    known = {(id(module), name) for ref, name in slot.sites if (module := ref()) is not None}
+    known = {(id(module), name) for ref, name in fsdp_param.sites if (module := ref()) is not None}
     here = {(id(module()), name) for module, name in sites}
     if inside is None or here != {site for site in known if site[0] in inside}:
         raise ValueError(
@@ -373,13 +384,13 @@ def _taken_over(fqn: str, former: nn.Parameter, sites: list[Site]) -> nn.Paramet
     """Register the whole of a parameter that another model has sharded, to shard it anew.
 
     Collective: an all-gather. The other model then finds a parameter of this one in its modules, as
-    with plain modules that are in two models; it gathers that for itself (`lent`).
+    with plain modules that are in two models; it gathers that for itself (`substitutes`).
 
     Raises:
         ValueError: an inner parallelism shards it too.
     """
-    slot = slot_of(former)
-    sharded = cast(DTensor, former if slot is None else slot.sharded)
+    fsdp_param = fsdp_param_of(former)
+    sharded = cast(DTensor, former if fsdp_param is None else fsdp_param.sharded)
     if isinstance(sharded, RaggedTensor) and any(type(p) is Shard for p in sharded.placements):
         raise ValueError(
             f"fully_shard: parameter {fqn!r} is sharded by an earlier call, and by an inner "

@@ -23,9 +23,9 @@ from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.dbuffer import CodeDtype, Coding, Residuals, is_offered
 from vescale_fsdp.engine.axes import Axes
+from vescale_fsdp.engine.fsdp_param import FSDPParam, Site
 from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, Roles, is_matrix
 from vescale_fsdp.engine.reduce import Gradients
-from vescale_fsdp.engine.slot import Site, Slot
 from vescale_fsdp.engine.unit import unit_of, units_in
 from vescale_fsdp.ragged import Blocks, BlockSize, CutBlockError
 
@@ -312,14 +312,17 @@ class ErrorFeedback:
     def __init__(self, model: nn.Module) -> None:
         modules = {id(module): name for name, module in model.named_modules()}
 
-        def name_of(slot: Slot) -> str:
-            names = [(modules.get(id(ref())), name) for ref, name in slot.sites]
+        def name_of(fsdp_param: FSDPParam) -> str:
+            names = [(modules.get(id(ref())), name) for ref, name in fsdp_param.sites]
             module, name = next(pair for pair in names if pair[0] is not None)
             return compat.fqn_of(model, f"{module}.{name}" if module else name)
 
         groups = [group for unit in units_in(model).values() for group in unit.groups]
         self._named: list[tuple[Gradients, dict[str, torch.Size]]] = [
-            (group.gradients, {name_of(slot): slot.shape for slot in group.slots})
+            (
+                group.gradients,
+                {name_of(fsdp_param): fsdp_param.shape for fsdp_param in group.fsdp_params},
+            )
             for group in groups
             if group.gradients.has_feedback
         ]

@@ -34,8 +34,8 @@ from vescale_fsdp.dbuffer import (
     SlabPool,
     on_lane,
 )
-from vescale_fsdp.engine.slot import Slot, flags_of, publish, slot_of
-from vescale_fsdp.program import Parcel
+from vescale_fsdp.engine.fsdp_param import FSDPParam, flags_of, fsdp_param_of, publish
+from vescale_fsdp.program import Sendable, sendable_if_small
 
 _SHORT_S, _LONG_S = 0.05, 1.0  # between looks at whether a rank is behind
 
@@ -45,7 +45,7 @@ class Gradients:
 
     Args:
         buffer: the parameters' buffer, with the layout and the dtypes.
-        slots: the parameters, in the order of the buffer's layout.
+        fsdp_params: the parameters, in the order of the buffer's layout.
         reduce_dtype: in which gradients are summed. None: the compute dtype.
         pool: provides the memory for gradients before the reduction.
         cuts_outside: also shard optimizer state over the replicas.
@@ -54,7 +54,7 @@ class Gradients:
     def __init__(
         self,
         buffer: ParameterBuffer,
-        slots: Sequence[Slot],
+        fsdp_params: Sequence[FSDPParam],
         reduce_dtype: torch.dtype | None,
         pool: SlabPool,
         *,
@@ -84,19 +84,26 @@ class Gradients:
         self._reduced: torch.Tensor | None = None
         self._arrival: transfers.Arrival | None = None  # of ``_reduced``, if moved to the CPU
         self._packing = Packing(buffer.layout)  # of all that is not published yet
-        _ALL.add(self)
-        self.bind(buffer, slots, pool)
+        self.bind(buffer, fsdp_params, pool)
 
-    def bind(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> None:
+    def bind(
+        self, buffer: ParameterBuffer, fsdp_params: Sequence[FSDPParam], pool: SlabPool
+    ) -> None:
         """Change to another buffer, after the group was converted, moved or planned again."""
-        self._buffer, self._slots, self.pool = buffer, slots, pool
+        self._buffer, self._fsdp_params, self.pool = buffer, fsdp_params, pool
+        for fsdp_param in fsdp_params:
+            fsdp_param.gradients = weakref.ref(self)
         if self._packing.source is not buffer.layout:
             self._packing = Packing(buffer.layout)
         self._codec, self.residuals = None, Residuals()
 
-    def copied(self, buffer: ParameterBuffer, slots: Sequence[Slot], pool: SlabPool) -> Gradients:
+    def copied(
+        self, buffer: ParameterBuffer, fsdp_params: Sequence[FSDPParam], pool: SlabPool
+    ) -> Gradients:
         """Return a copy for a copy of the group, with the same settings and without gradients."""
-        twin = Gradients(buffer, slots, self._reduce_dtype, pool, cuts_outside=self._cuts_outside)
+        twin = Gradients(
+            buffer, fsdp_params, self._reduce_dtype, pool, cuts_outside=self._cuts_outside
+        )
         twin.divide_factor, twin.only_sums = self.divide_factor, self.only_sums
         twin.custom, twin.hook, twin.hook_stream = self.custom, self.hook, self.hook_stream
         twin.codings, twin.corrects = self.codings, self.corrects
@@ -104,6 +111,11 @@ class Gradients:
         twin.residuals = self.residuals.copied()
         twin.casts_first, twin.sum_lasts = self.casts_first, self.sum_lasts
         return twin
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether any rank may hold gradients of earlier backwards. The same on every rank."""
+        return self._has_accumulated or self._unsummed is not None
 
     @property
     def are_waiting(self) -> bool:
@@ -132,8 +144,8 @@ class Gradients:
     @property
     def left_out(self) -> list[str]:
         """The names of the parameters that are not in the buffer."""
-        flags = zip(self._slots, self.wanted, strict=True)
-        return [slot.fqn for slot, is_wanted in flags if not is_wanted]
+        flags = zip(self._fsdp_params, self.wanted, strict=True)
+        return [fsdp_param.fqn for fsdp_param, is_wanted in flags if not is_wanted]
 
     @on_lane
     def settle(self, waits: bool) -> bool:
@@ -148,8 +160,8 @@ class Gradients:
 
         Cost: no communication; a copy of accumulated gradients if ``requires_grad`` has changed.
         """
-        wanted = flags_of(self._slots)
-        is_trainable, is_open = any(wanted), self._has_accumulated or self._unsummed is not None
+        wanted = flags_of(self._fsdp_params)
+        is_trainable, is_open = any(wanted), self.may_wait
         self._has_accumulated |= waits and is_trainable
         if is_open:
             wanted = [a or b for a, b in zip(wanted, self.wanted, strict=True)]
@@ -188,14 +200,31 @@ class Gradients:
             lane.borrow(gradient)
             with lane.entered():
                 self._fillable().add(index, gradient)
-        self._slots[index].used = True
+        self._fsdp_params[index].used = True
+
+    def add_all(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Add gradients by parameter, as `add` does."""
+        wanted = self._packing.wanted
+        kept = {index: each for index, each in gradients.items() if wanted[index]}
+        for index in gradients.keys() - kept.keys():
+            self._refuse_unfrozen(index)
+        lane = self.pool.lane
+        if lane.is_current:
+            self._fillable().add_all(kept)
+        else:
+            for gradient in kept.values():
+                lane.borrow(gradient)
+            with lane.entered():
+                self._fillable().add_all(kept)
+        for index in kept:
+            self._fsdp_params[index].used = True
 
     def _refuse_unfrozen(self, index: int) -> None:
         """Raise if a parameter that was frozen when the backward began is trainable now."""
-        slot = self._slots[index]
-        if slot.sharded.requires_grad:
+        fsdp_param = self._fsdp_params[index]
+        if fsdp_param.sharded.requires_grad:
             raise RuntimeError(
-                f"parameter {slot.fqn!r} was unfrozen while a backward ran, which had begun "
+                f"parameter {fsdp_param.fqn!r} was unfrozen while a backward ran, which had begun "
                 "without a place for its gradient; call requires_grad_(True) before backward"
             )
 
@@ -218,7 +247,7 @@ class Gradients:
 
     def _new_buffer(self) -> GradientBuffer:
         dtype = self._filling_dtype
-        shapes = [slot.shape for slot in self._slots]
+        shapes = [fsdp_param.shape for fsdp_param in self._fsdp_params]
         waits = self._has_accumulated
         memory = self._memory_of_grad(dtype) if self._buffer.layout.num_shards == 1 else None
         return GradientBuffer(self._packing, shapes, dtype, self.pool, waits=waits, memory=memory)
@@ -277,7 +306,7 @@ class Gradients:
         self._has_accumulated = False
         self._reducing = (gradients, pending, comm)
 
-    def parcel(self, comm: Comm, small_bytes: float) -> Parcel | None:
+    def sendable(self, comm: Comm, small_bytes: float) -> Sendable | None:
         """Return what a reduction sends. None: more than ``small_bytes``, or it must be sent alone.
 
         It is the same on every rank. Call it after `settle`.
@@ -288,13 +317,15 @@ class Gradients:
             return None
         kind = (dtype, self.sum_dtype, self.divide_factor, self.only_sums, self.pool.device)
         num_bytes = layout.shard_size * dtype.itemsize
-        return Parcel(num_bytes, kind) if 0 < num_bytes <= small_bytes else None
+        return sendable_if_small(num_bytes, comm.size, kind, small_bytes)
 
     def _codec_for(self, comm: Comm) -> BlockCodec | None:
         """Return the codec of the gradients. None: they are not encoded, or not sent."""
         layout = self._packing.layout
-        codings = self._packing.of_layout(self.codings) if self.codings else []
-        if comm.size == 1 or not any(codings) or not layout.total_size:
+        if comm.size == 1 or not any(self.codings) or not layout.total_size:
+            return None
+        codings = self._packing.of_layout(self.codings)
+        if not any(codings):  # of those that are not frozen
             return None
         if self._codec is None:
             self._codec = BlockCodec(layout, codings, self.sum_dtype)
@@ -307,7 +338,9 @@ class Gradients:
 
     def residual_of(self) -> dict[int, torch.Tensor]:
         """Return the rounding errors by parameter, without frozen ones."""
-        return self.residuals.by_parameter(self._packing, [slot.shape for slot in self._slots])
+        return self.residuals.by_parameter(
+            self._packing, [fsdp_param.shape for fsdp_param in self._fsdp_params]
+        )
 
     def replace_residuals(self, values: Sequence[torch.Tensor | None]) -> Residuals:
         """Replace the rounding errors. None: zero. Returns the old ones."""
@@ -397,12 +430,12 @@ class Gradients:
         """Set or add to ``.grad`` of the sharded parameters that were used on any rank."""
         self._await_arrival()
         reduced, self._reduced = self._reduced, None
-        for slot in self._slots:
-            slot.used = False
+        for fsdp_param in self._fsdp_params:
+            fsdp_param.used = False
         if reduced is not None:
             locals_ = self._packing.shard_views(reduced, self._buffer.rank)
             gets = [a and b for a, b in zip(used, self.wanted, strict=True)]
-            publish(self._slots, locals_, gets)
+            publish(self._fsdp_params, locals_, gets)
 
     @property
     def awaits_more(self) -> bool:
@@ -410,12 +443,12 @@ class Gradients:
         return self._filling is not None or self._unsummed is not None
 
     @on_lane
-    def drop_waiting(self, cleared: Collection[Slot]) -> None:
+    def drop_waiting(self, cleared: Collection[FSDPParam]) -> None:
         """Drop those of the gradients that wait (`awaits_more`) that are of these parameters."""
-        for index, slot in enumerate(self._slots):
-            if slot not in cleared:
+        for index, fsdp_param in enumerate(self._fsdp_params):
+            if fsdp_param not in cleared:
                 continue
-            slot.used = False
+            fsdp_param.used = False
             if self._filling is not None:
                 self._filling.drop(index)
             if self._unsummed is not None:
@@ -424,7 +457,7 @@ class Gradients:
             self._filling.release()
             self._filling = None
         # Not by what is left here, which is not the same on every rank.
-        if all(slot in cleared for slot in self._slots):
+        if all(fsdp_param in cleared for fsdp_param in self._fsdp_params):
             self._unsummed = None
 
     def _zero_unsummed(self, unsummed: torch.Tensor, index: int) -> None:
@@ -441,10 +474,10 @@ class Gradients:
         self._drop()
         self._await_arrival()
         self._reduced = None
-        for slot in self._slots:
-            slot.used = False
-            if slot.gathered is not None:
-                slot.gathered.grad = None
+        for fsdp_param in self._fsdp_params:
+            fsdp_param.used = False
+            if fsdp_param.gathered is not None:
+                fsdp_param.gathered.grad = None
 
     def _drop(self) -> None:
         if self._filling is not None:
@@ -452,16 +485,12 @@ class Gradients:
         self._filling = self._unsummed = None
 
 
-_ALL: weakref.WeakSet[Gradients] = weakref.WeakSet()
-
-
 def drop_waiting(params: Iterable[torch.Tensor]) -> None:
     """Drop gradients of these parameters that wait to be reduced, and so are not in ``.grad`` yet.
 
-    Those of others are kept, also where they share a buffer. Cost: nothing if none wait.
+    Those of others are kept, also where they share a buffer.
     """
-    waiting = [each for each in _ALL if each.awaits_more]
-    if waiting:
-        cleared = {slot for param in params if (slot := slot_of(param)) is not None}
-        for each in waiting:
+    cleared = {fsdp_param for param in params if (fsdp_param := fsdp_param_of(param)) is not None}
+    for each in {fsdp_param.gradients() for fsdp_param in cleared}:
+        if each is not None and each.awaits_more:
             each.drop_waiting(cleared)

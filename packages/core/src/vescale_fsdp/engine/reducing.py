@@ -1,6 +1,6 @@
 """The communication of a model that units share: small all-gathers, and reductions of gradients.
 
-`Mail` sends the small all-gathers of a pass, several in one message (see `program.order`).
+`SmallGathers` sends the small all-gathers of a pass, several in one message (see `program.order`).
 `Reducing` decides which groups a backward reduces, and sets ``.grad`` of their parameters.
 
 If no rank has a gradient for a parameter, its ``.grad`` stays None (`Usage`). With zeros instead,
@@ -31,18 +31,18 @@ from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.group import Fetched, Group, together
 from vescale_fsdp.engine.reduce import Gradients
 from vescale_fsdp.engine.unit import Unit
-from vescale_fsdp.program import Bundles, Parcel, Program, Reduction
+from vescale_fsdp.program import Bundles, Program, Reduction, Sendable, sendable_if_small
 
 
-class _Letter(NamedTuple):
+class _Part(NamedTuple):
     """The part of one unit in a message."""
 
     message: GatherMessage
     first: int  # of its buffers in the message
-    version: list[tuple[int, int]]  # of what was sent
+    version: list[int]  # of what was sent
 
 
-class Mail:
+class SmallGathers:
     """The small all-gathers of a pass of a confirmed program, several in one message.
 
     Args:
@@ -65,10 +65,10 @@ class Mail:
     ) -> None:
         self._units, self._comm, self._when_stale = units, comm, when_stale
         self._small_bytes, self._in_backward = small_bytes, in_backward
-        self._letters: dict[int, _Letter] = {}  # by unit
-        self._bundles = Bundles(program, self._parcel_of)
+        self._parts: dict[int, _Part] = {}  # by unit
+        self._bundles = Bundles(program, self._sendable_of)
 
-    def _parcel_of(self, index: int) -> Parcel | None:
+    def _sendable_of(self, index: int) -> Sendable | None:
         unit = self._units[index]()
         if unit is None or (self._in_backward and unit.num_parts > 1):
             return None
@@ -76,7 +76,7 @@ class Mail:
             return None
         buffers = [group.buffer for group in unit.groups]
         sizes = [each.layout.shard_size * each.full_dtype.itemsize for each in buffers]
-        return Parcel(sum(sizes), None) if 0 < sum(sizes) <= self._small_bytes else None
+        return sendable_if_small(sum(sizes), self._comm.size, None, self._small_bytes)
 
     def fetch(self, unit: Unit) -> list[Fetched] | None:
         """Start the all-gather of ``unit``. Returns a handle to wait for, for each group.
@@ -88,12 +88,12 @@ class Mail:
             return None
         if together:
             self._send(together)
-        letter, version = self._letters.pop(unit.index), unit.version
-        if letter.version == version:
-            groups = enumerate(zip(unit.groups, version, strict=True), letter.first)
-            take = letter.message.take
+        part, version = self._parts.pop(unit.index), unit.version
+        if part.version == version:
+            groups = enumerate(zip(unit.groups, version, strict=True), part.first)
+            take = part.message.take
             return [Fetched(take(index, group.buffer), sent) for index, (group, sent) in groups]
-        self._return(letter, len(unit.groups))
+        self._return(part, len(unit.groups))
         self._when_stale(unit)
         return None
 
@@ -107,20 +107,20 @@ class Mail:
             message = GatherMessage([group.buffer for group in groups], self._comm, groups[0].pool)
         first = 0
         for unit in units:
-            self._letters[unit.index] = _Letter(message, first, unit.version)
+            self._parts[unit.index] = _Part(message, first, unit.version)
             first += len(unit.groups)
 
-    def _return(self, letter: _Letter, num_buffers: int) -> None:
-        letter.message.wait()
+    def _return(self, part: _Part, num_buffers: int) -> None:
+        part.message.wait()
         for _ in range(num_buffers):
-            letter.message.drop()
+            part.message.drop()
 
     def close(self) -> None:
         """End the pass. Waits also for messages that were not used."""
-        while self._letters:
-            index, letter = self._letters.popitem()
+        while self._parts:
+            index, part = self._parts.popitem()
             unit = self._units[index]()
-            self._return(letter, 0 if unit is None else len(unit.groups))
+            self._return(part, 0 if unit is None else len(unit.groups))
 
 
 class Usage:
@@ -138,7 +138,7 @@ class Usage:
 
     def __init__(self, groups: list[Group], comm: Comm, *, asks: bool) -> None:
         self._groups, self._asks = groups, asks
-        self._used = [[slot.used for slot in group.slots] for group in groups]
+        self._used = [[fsdp_param.used for fsdp_param in group.fsdp_params] for group in groups]
         self._flags: Flags | None = None
         if asks and comm.size * comm.num_replicas > 1:
             flat = [flag for flags in self._used for flag in flags]
@@ -146,7 +146,7 @@ class Usage:
             self._flags = Flags(transfers.from_host(flat, torch.uint8, device), comm)
 
     def finish(self) -> list[list[bool]]:
-        """Return for each slot of each group whether to set its gradient."""
+        """Return for each parameter of each group whether to set its gradient."""
         if not self._asks:
             return [[True] * len(flags) for flags in self._used]
         if self._flags is None:
@@ -206,7 +206,7 @@ class Reducing:
                 if group.gradients.settle(not reduces) and reduces:
                     item = _Due(self._numbers[id(group)], unit, group, self._is_stalled)
                     if small_bytes:
-                        item.parcel = group.gradients.parcel(self._comm(group), small_bytes)
+                        item.sendable = group.gradients.sendable(self._comm(group), small_bytes)
                     due.append(item)
         self._agree_on_frozen(due)
         return [*reversed(due)]
@@ -267,6 +267,8 @@ class Reducing:
             for group, flags in zip(groups, usage.finish(), strict=True):
                 group.gradients.publish(flags)
                 group.pool.lane.join()
+                if not group.fsdp_params[0].counts_writes:  # an optimizer may come next, unnoticed
+                    group.num_writes += 1
         hand_back()
 
 
@@ -299,7 +301,7 @@ def _key(axes: Axes) -> tuple[object, object]:
 
 
 def _start_together(several: Sequence[Gradients], comm: Comm) -> None:
-    """Start the reductions of several groups in one message (`Gradients.parcel`)."""
+    """Start the reductions of several groups in one message (`Gradients.sendable`)."""
     buffers = [each.sealed() for each in several]
     first = several[0]
     pendings = start_reduce_together(

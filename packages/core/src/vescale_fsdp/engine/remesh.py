@@ -36,7 +36,7 @@ def check_remesh(module: nn.Module) -> None:
                 found = f"is sharded over the axes {axes.mesh.mesh_dim_names} of a mesh"
             elif axes.mesh.size() != dist.get_world_size():
                 found = f"is on {axes.mesh.size()} of {dist.get_world_size()} ranks"
-            elif any(slot.inner is not None for slot in group.slots):
+            elif any(fsdp_param.inner is not None for fsdp_param in group.fsdp_params):
                 found = "has parameters that are DTensors of another parallelism"
             elif isinstance(group, ExtensionGroup):
                 found = "has a parameter that gathers itself"

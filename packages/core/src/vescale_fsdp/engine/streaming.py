@@ -151,8 +151,10 @@ def _untied(outputs: list[Output], tied: str) -> list[Output]:
 
 def _named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The sharded parameters under all of their names, also of a unit that is unsharded."""
-    slots = [s for unit in units_in(model).values() for group in unit.groups for s in group.slots]
-    sharded = {id(slot.gathered): slot.sharded for slot in slots}
+    fsdp_params = [
+        s for unit in units_in(model).values() for group in unit.groups for s in group.fsdp_params
+    ]
+    sharded = {id(fsdp_param.gathered): fsdp_param.sharded for fsdp_param in fsdp_params}
     for path, param in model.named_parameters(remove_duplicate=False):
         yield compat.fqn_of(model, path), sharded.get(id(param), param)
 

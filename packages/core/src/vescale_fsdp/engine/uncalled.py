@@ -7,7 +7,7 @@ The hook after the innermost forward, which runs on every rank, adds them to its
 from __future__ import annotations
 
 from vescale_fsdp.engine.engine import engine_of
-from vescale_fsdp.engine.slot import local_of
+from vescale_fsdp.engine.fsdp_param import local_of
 from vescale_fsdp.engine.unit import Unit
 from vescale_fsdp.ragged import OPERANDS
 
@@ -23,7 +23,14 @@ def explain_uncalled(unit: Unit, error: BaseException) -> None:
         return
     setattr(error, OPERANDS, None)  # forwards around this one have nothing to add
     for other in engine.units():
-        name = next((slot.fqn for slot in other.slots() if id(local_of(slot.sharded)) in ids), None)
+        name = next(
+            (
+                fsdp_param.fqn
+                for fsdp_param in other.fsdp_params()
+                if id(local_of(fsdp_param.sharded)) in ids
+            ),
+            None,
+        )
         if name is not None and not other.running.depth:
             error.args = (f"{_reason(name, unit, other)} {error}",)
             return

@@ -21,17 +21,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
-from vescale_fsdp.engine.slot import Slot
+from vescale_fsdp.engine.fsdp_param import FSDPParam
 from vescale_fsdp.errors import warn_user
 from vescale_fsdp.ragged import RaggedTensor
 from vescale_fsdp.ranks import collectives
 
 
-def check_materialized(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> None:
+def check_materialized(modules: Iterable[nn.Module], fsdp_params: Iterable[FSDPParam]) -> None:
     """Raise if a parameter of a unit with these modules is on the meta device."""
-    on_meta = [slot for slot in slots if slot.registered().is_meta]
+    on_meta = [fsdp_param for fsdp_param in fsdp_params if fsdp_param.registered().is_meta]
     if on_meta:
-        names = [slot.fqn for slot in _children_first(modules, on_meta)]
+        names = [fsdp_param.fqn for fsdp_param in _children_first(modules, on_meta)]
         raise RuntimeError(
             "FSDP parameters should be materialized from meta device before training, "
             f"but the following were still on meta device: {names}\n"
@@ -40,8 +40,8 @@ def check_materialized(modules: Iterable[nn.Module], slots: Iterable[Slot]) -> N
         )
 
 
-def _children_first(modules: Iterable[nn.Module], slots: list[Slot]) -> list[Slot]:
-    """Return the slots in FSDP2's order: those of a module after those of its children."""
+def _children_first(modules: Iterable[nn.Module], fsdp_params: list[FSDPParam]) -> list[FSDPParam]:
+    """Return the parameters in FSDP2's order: those of a module after those of its children."""
     places: dict[tuple[int, str], int] = {}
 
     def visit(module: nn.Module) -> None:
@@ -53,11 +53,11 @@ def _children_first(modules: Iterable[nn.Module], slots: list[Slot]) -> list[Slo
     for module in modules:
         visit(module)
 
-    def place(slot: Slot) -> int:
-        found = (places.get((id(ref()), name)) for ref, name in slot.sites)
+    def place(fsdp_param: FSDPParam) -> int:
+        found = (places.get((id(ref()), name)) for ref, name in fsdp_param.sites)
         return min((each for each in found if each is not None), default=len(places))
 
-    return sorted(slots, key=place)
+    return sorted(fsdp_params, key=place)
 
 
 # Of a tensor: which it is, as copies take over its attributes, and its version. Weak references in

@@ -20,12 +20,12 @@ from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
 from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.containers import Copies
+from vescale_fsdp.engine.fsdp_param import FSDPParam, Site, carry
 from vescale_fsdp.engine.group import Fetched, Group, together
-from vescale_fsdp.engine.lent import Place
-from vescale_fsdp.engine.slot import Site, Slot, carry
 from vescale_fsdp.engine.statistics import follows_statistics
+from vescale_fsdp.engine.substitutes import Place
 from vescale_fsdp.engine.unfilled import check_materialized
-from vescale_fsdp.program import Lease, Residency, Row
+from vescale_fsdp.program import Lease, Residency, Row, State
 
 UNIT_ATTRIBUTE = "_vescale_fsdp_unit"
 
@@ -39,15 +39,8 @@ class Owner(Protocol):
     def is_running(self) -> bool:
         """Whether a forward or a backward runs."""
 
-    @property
-    def is_after_backward(self) -> bool:
-        """Whether a backward has ended inside of the forward that runs."""
-
     def comm(self, group: Group) -> Comm:
         """Return the communicators of a group's mesh."""
-
-    def exposes(self, group: Group) -> bool:
-        """Whether the pass may write to unsharded parameters in ways that no version tells."""
 
     def gradient_arrived(self, unit: Unit, num_elements: int) -> None:
         """Called after a gradient of ``unit`` with ``num_elements`` elements was taken."""
@@ -68,11 +61,12 @@ class Running:
         range: of profilers, from the beginning of the outermost to its end.
         call: of the outermost, if a backward may come back to it (`boundary.Call`).
         aside: a context around one that a checkpoint runs again (`activations.aside`).
+        shared: the call of modules of the unit that have run in this pass, if it has several.
         modules_left: ids of modules of the unit that are still to run in this pass.
-        lent: what each has made of tensors that stand in for parameters, by depth (see `lent`).
+        substitutes: what each has made of tensors that stand in for parameters, by depth.
         copies: of containers that each was given, by depth.
-        is_reachable: whether a backward can reach what the outermost has returned, while hooks of
-            users run; else None.
+        left: while hooks of users run, what the outermost has returned, and whether a backward can
+            reach it.
     """
 
     depth: int = 0
@@ -82,10 +76,11 @@ class Running:
     range: AbstractContextManager[object] | None = None
     call: Any = None
     aside: Any = None
+    shared: Any = None
     modules_left: set[int] = field(default_factory=set)
-    lent: dict[int, list[Place]] = field(default_factory=dict)
+    substitutes: dict[int, list[Place]] = field(default_factory=dict)
     copies: dict[int, Copies] = field(default_factory=dict)
-    is_reachable: bool | None = None
+    left: tuple[Any, bool] | None = None
 
 
 class Unit(Residency):
@@ -133,11 +128,16 @@ class Unit(Residency):
         self.recomputes = False  # `fully_shard` has put torch's composable checkpoint on it
         self.has_ignored = False  # whether ``ignored_params`` were passed with it
         self.is_in_whole = False  # whether all in the model around it was found to be reduced
-        self.writes_data: bool | None = None  # in a forward (`writers`); None: not known
         self.before_pass: Callable[[Unit], None] | None = None  # that begins with this unit
         self.groups: list[Group] = []
         self.engine: Owner | None = None
         self.running = Running()
+        self.trained: Any = None  # `gather.Trained` of the last forward
+        # Nodes at the end of forwards; those by ``id`` that the backward of this number will run.
+        self.ends: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.expected: set[int] = set()
+        self._expected_in = 0
+        self.hooked: dict[tuple[Group, int], torch.Tensor] = {}  # gradients that hooks are to get
         for module in modules:
             object.__setattr__(module, UNIT_ATTRIBUTE, self)
 
@@ -145,14 +145,14 @@ class Unit(Residency):
         """The modules that still exist."""
         return [module for ref in self.module_refs if (module := ref()) is not None]
 
-    def slots(self) -> Iterator[Slot]:
+    def fsdp_params(self) -> Iterator[FSDPParam]:
         """The parameters of all its groups."""
-        return (slot for group in self.groups for slot in group.slots)
+        return (fsdp_param for group in self.groups for fsdp_param in group.fsdp_params)
 
     # Parameters
 
     def unshard(self) -> None:
-        """Unshard and register the parameters, and wait for it. Works outside of a pass too."""
+        """Unshard the parameters, and wait for it. Works outside of a pass too."""
         self.drop_stale()
         with plain_tensors():
             self.start_unshard()
@@ -175,7 +175,10 @@ class Unit(Residency):
     @property
     def is_sharded(self) -> bool:
         """Whether no group is unsharded and no all-gather runs."""
-        return all(group.is_sharded for group in self.groups)
+        for group in self.groups:  # noqa: SIM110  # asked often, and a generator takes longer
+            if group.state is not State.SHARDED:
+                return False
+        return True
 
     @property
     def is_stale(self) -> bool:
@@ -183,7 +186,7 @@ class Unit(Residency):
         return not self.num_pins and any(group.is_stale for group in self.groups)
 
     @property
-    def version(self) -> list[tuple[int, int]]:
+    def version(self) -> list[int]:
         """The versions of its groups' shards. They change with each write."""
         return [group.version for group in self.groups]
 
@@ -217,12 +220,15 @@ class Unit(Residency):
                 continue
             group.follows_statistics = not is_final
             follows = [
-                any(follows_statistics(module(), slot.sharded) for module, _ in slot.sites)
-                for slot in group.slots
+                any(
+                    follows_statistics(module(), fsdp_param.sharded)
+                    for module, _ in fsdp_param.sites
+                )
+                for fsdp_param in group.fsdp_params
             ]
             parts = {group: None if any(follows) else self.mp_policy.param_dtype}
-            # In a functional call other tensors are registered, which a move would replace.
-            if any(follows) and not all(follows) and not compat.in_functional_call():
+            # A move would replace what ``functional_call`` has registered.
+            if any(follows) and not all(follows) and not group.shadows.finds_substitutes:
                 self.reshard()
                 cast = group.parted([index for index, keeps in enumerate(follows) if not keeps])
                 self.groups.insert(self.groups.index(group) + 1, cast)
@@ -241,17 +247,21 @@ class Unit(Residency):
         """Start the all-gathers of all groups. Call it within `plain_tensors`."""
         engine = self.engine
         if engine is None:  # before the first forward: somebody wants to look inside
-            check_materialized(self.modules(), self.slots())
+            check_materialized(self.modules(), self.fsdp_params())
             if self.is_sharded:
                 self.follow_statistics()
-        fetched = engine.fetch(self) if engine is not None and self.is_sharded else None
+        sharded = [group for group in self.groups if group.state is State.SHARDED]
+        if not sharded:  # it was prefetched, or has stayed
+            return
+        is_whole = len(sharded) == len(self.groups)
+        fetched = engine.fetch(self) if engine is not None and is_whole else None
         if engine is not None and fetched is not None:
             for group, each in zip(self.groups, fetched, strict=True):
                 group.expect(each, engine.comm(group))
             return
-        comms = [engine.comm(g) if engine else comm_for(g.axes) for g in self.groups]
-        with together(self.groups, comms):
-            for group, comm in zip(self.groups, comms, strict=True):
+        comms = [engine.comm(g) if engine else comm_for(g.axes) for g in sharded]
+        with together(sharded, comms):
+            for group, comm in zip(sharded, comms, strict=True):
                 comm.issued.subject = self.tag
                 group.start_gather(comm, in_backward=in_backward)
 
@@ -275,7 +285,7 @@ class Unit(Residency):
         return all(group.has_arrived(1.0) for group in self.groups)
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gathers and register the unsharded parameters."""
+        """Wait for the all-gathers."""
         for group in self.groups:
             group.finish_gather()
 
@@ -299,7 +309,7 @@ class Unit(Residency):
                 group.reshard()
 
     def park(self) -> None:
-        """Keep what is unsharded, but register the sharded parameters."""
+        """Keep what is unsharded, but hide it."""
         for group in self.groups:
             group.set_aside()
 
@@ -308,23 +318,12 @@ class Unit(Residency):
         for group in self.groups:
             group.drop_message()
 
-    def expose(self) -> None:
-        """Record that code outside of the unit's forward may write to unsharded parameters."""
-        engine = self.engine
-        for group in self.groups:
-            group.is_exposed |= engine is not None and engine.exposes(group)
-
     def prefetch_list(self, *, in_backward: bool) -> list[int] | None:
         """Return the units to prefetch in its forward or backward, if the user has set them."""
         units = self.backward_prefetch if in_backward else self.forward_prefetch
         if units is None:
             return None
         return [unit.index for unit in units if unit.engine is self.engine]
-
-    def tell_writes_apart(self) -> None:
-        """Call when users get the sharded parameters in a forward (see `Group`)."""
-        for group in self.groups:
-            group.tell_writes_apart()
 
     def copy_gathered(self, state_dict: dict[str, Any]) -> None:
         """Replace the tensors of ``state_dict`` that are views of full buffers by copies."""
@@ -338,6 +337,27 @@ class Unit(Residency):
         with plain_tensors():
             for group in self.groups:
                 group.write_back_by_hand()
+
+    def show(self) -> None:
+        """Show the unsharded parameters that all passes share (`Group.show`)."""
+        for group in self.groups:
+            group.show()
+
+    def show_again(self) -> None:
+        """Show the unsharded parameters to the forward that runs, if they were hidden in it."""
+        if all(group.shadows.is_shown for group in self.groups):
+            return
+        if self.running.call is None:
+            self.show()
+        else:
+            with torch.enable_grad():
+                self.running.call.show()
+            self.open_calls.add(self.running.call)
+
+    def hide(self) -> None:
+        """Show the sharded parameters, which are registered, but leave the others unsharded."""
+        for group in self.groups:
+            group.shadows.hide()
 
     def take_writes(self) -> None:
         """Keep writes of a forward that no backward follows."""
@@ -359,12 +379,6 @@ class Unit(Residency):
 
     # Forward
 
-    def end_forward(self, keep: bool, comes_back: bool) -> None:
-        """Reshard after a forward, unless ``keep``."""
-        super().end_forward(keep, comes_back)
-        if keep and Lease.AHEAD not in self.leases:
-            self.expose()
-
     @property
     def module_class(self) -> type[nn.Module] | None:
         """The class of its first module, if that exists."""
@@ -381,17 +395,6 @@ class Unit(Residency):
         """Whether no forward or backward runs and the user has not unsharded parameters."""
         is_used = self.running.depth or self.num_pins or Lease.USER in self.leases
         return not (self._is_running or is_used)
-
-    @property
-    def shows_shards(self) -> bool:
-        """Whether ``parameters()`` yields the sharded ones, although others are registered.
-
-        That is between passes, and where a backward has ended inside of a forward (manual
-        optimization in ``training_step``): the sharded ones have the gradients.
-        """
-        if self.num_pins or Lease.USER in self.leases:
-            return False
-        return self.is_idle or (self.engine is not None and self.engine.is_after_backward)
 
     @property
     def trainable(self) -> bool:
@@ -423,6 +426,34 @@ class Unit(Residency):
 
         return on_gradient
 
+    def expect(self, backward: int) -> None:
+        """Find out, when a backward comes to the unit first, which forwards of it will end in it.
+
+        A forward may never: its loss is another one, or was dropped.
+        """
+        if self._expected_in != backward:
+            self._expected_in = backward
+            self.expected = {id(each) for each in self.ends if compat.will_run(each)}
+
+    def leave_backward(self, call: Any) -> bool:
+        """As `Residency.leave_backward`. Where nodes end a forward, those decide."""
+        is_last = super().leave_backward(call)
+        if not self.ends or call.takes_gradients:
+            return is_last
+        if self.expected:
+            self.leases.add(Lease.BACKWARD)
+            return False
+        if not is_last:
+            self.leases.discard(Lease.BACKWARD)
+            self.leases.add(Lease.KEPT)
+        return True
+
+    def take_hooked(self) -> None:
+        """Let hooks on parameters change the gradients of this backward, and take these."""
+        while self.hooked:
+            (group, index), gradient = self.hooked.popitem()
+            group.add_gradient(index, gradient)
+
     def end_backward(self) -> None:
         """Called at the end of the whole backward."""
         self.running.modules_left.clear()
@@ -440,13 +471,13 @@ class Unit(Residency):
         Raises:
             RuntimeError: a forward has run, so an optimizer may have changed the shards.
         """
-        (slot,) = (each for each in self.slots() if each.original() is param)
-        self.give_up(slot)
-        carry(slot.sharded, param)
-        slot.register(param)
-        return slot.sites
+        (fsdp_param,) = (each for each in self.fsdp_params() if each.original() is param)
+        self.give_up(fsdp_param)
+        carry(fsdp_param.sharded, param)
+        fsdp_param.register(param)
+        return fsdp_param.sites
 
-    def give_up(self, slot: Slot) -> None:
+    def give_up(self, fsdp_param: FSDPParam) -> None:
         """Remove a parameter, which stays as it is registered. As `give_back`."""
         if self.engine is not None:
             raise RuntimeError(
@@ -455,20 +486,22 @@ class Unit(Residency):
             )
         self.reshard()
         for group in self.groups:
-            if slot in group.slots:
-                group.give_back(group.slots.index(slot))
-        self.groups = [each for each in self.groups if each.slots]
+            if fsdp_param in group.fsdp_params:
+                group.give_back(group.fsdp_params.index(fsdp_param))
+        self.groups = [each for each in self.groups if each.fsdp_params]
 
     def forget_running(self) -> None:
         """Discard the state of a forward that KeyboardInterrupt has ended, which no hook sees."""
-        self.running.depth, self.running.handled = 0, None
-        self.running.lent.clear()
+        self.running.depth, self.running.handled, self.running.left = 0, None, None
+        self.running.substitutes.clear()
         if self.running.call is not None and self.running.call.kept is not None:
             self.running.call.kept.leave()
 
     def forget(self) -> None:
         """Discard the state of an interrupted step. Waits for its collectives."""
         self.forget_calls()
+        self.hooked.clear()
+        self.expected.clear()
         for group in self.groups:
             group.reset()
 
@@ -476,7 +509,7 @@ class Unit(Residency):
         """Discard what is known of forwards and backwards that were interrupted."""
         super().forget()
         self.running.modules_left.clear()
-        self.running.call, self.running.has_begun = None, False
+        self.running.call, self.running.has_begun, self.running.left = None, False, None
 
 
 def unit_of(module: nn.Module) -> Unit | None:
@@ -493,3 +526,15 @@ def units_in(module: nn.Module) -> dict[str, Unit]:
         if unit is not None:
             found.setdefault(id(unit), (name, unit))
     return dict(found.values())
+
+
+def unreduced_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters with gradients of earlier backwards that are not reduced yet."""
+    groups = [group for unit in units_in(module).values() for group in unit.groups]
+    fsdp_params = [
+        fsdp_param
+        for group in groups
+        if group.gradients.are_waiting
+        for fsdp_param in group.fsdp_params
+    ]
+    return [fsdp_param.sharded for fsdp_param in fsdp_params if fsdp_param.sharded.requires_grad]

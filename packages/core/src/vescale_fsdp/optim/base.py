@@ -4,21 +4,18 @@ States are made on every rank when a parameter is added. They have the parameter
 computed from it. So `torch.distributed.checkpoint` saves and reshards them like parameters.
 
 If an optimizer for whole matrices got the local part of a sharded parameter, it would compute wrong
-results without an error. So each plain parameter is compared with all existing sharded ones.
+results without an error. So a plain parameter must not be what `RaggedTensor.to_local` returned.
 """
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, overload
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
@@ -26,42 +23,17 @@ from vescale_fsdp import compat
 from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 from vescale_fsdp.ragged import (
     PendingTensor,
-    RaggedShard,
     RaggedTensor,
     contiguous_strides,
     holding_of,
+    parameter_cut_into,
     ragged_axis_of,
     wrap,
 )
 
-LiveShards = Mapping[int, DTensor]  # by ``_cdata`` of the storage of the local part
 
-
-def live_shards() -> LiveShards:
-    """Return all sharded parameters of this process, of any engine, by their local storage.
-
-    Torch has no list of them, and a local part has no reference to its DTensor, so this searches
-    the objects of the garbage collector. Cost: about 0.1 s for a million objects; nothing without a
-    process group, which a DTensor needs.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return {}
-    found: dict[int, DTensor] = {}
-    for each in gc.get_objects():
-        # By type(), because isinstance() can run code of proxy objects.
-        if not issubclass(type(each), DTensor):
-            continue
-        shard: DTensor = each
-        placements = shard._spec.placements
-        is_cut = any(isinstance(p, RaggedShard | Shard) for p in placements)
-        if is_cut and isinstance(shard, nn.Parameter):
-            for storage in compat.storages_of(shard._local_tensor):
-                found.setdefault(storage, shard)
-    return found
-
-
-def refuse_cut(param: torch.Tensor, name: str, shards: LiveShards) -> None:
-    """Raise if a plain tensor is the local part of a sharded parameter.
+def refuse_cut(param: torch.Tensor, name: str) -> None:
+    """Raise if a plain tensor is the local part of a sharded parameter, as `to_local` returns it.
 
     Raises:
         ValueError: it shares memory with one.
@@ -69,7 +41,7 @@ def refuse_cut(param: torch.Tensor, name: str, shards: LiveShards) -> None:
     if isinstance(param, DTensor) or param.is_meta or param.layout != torch.strided:
         return
     for storage in compat.storages_of(param):
-        whole = shards.get(storage)
+        whole = parameter_cut_into(storage)
         if whole is not None:
             raise ValueError(
                 f"{name} is a plain tensor of shape {tuple(param.shape)} in the memory of a "
@@ -104,11 +76,7 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self._prepared: list[int] | None = None  # id(param) of all parameters
-        self._shards: LiveShards | None = None  # set only while parameters are added
-        try:
-            super().__init__(params, defaults)
-        finally:
-            self._shards = None
+        super().__init__(params, defaults)
 
     # Methods of subclasses
 
@@ -171,11 +139,7 @@ class ShardedOptimizer(Optimizer):
         for position, each in enumerate([given] if isinstance(given, torch.Tensor) else given):
             name, param = each if isinstance(each, tuple) else ("", each)
             if isinstance(param, torch.Tensor) and not isinstance(param, DTensor):
-                if self._shards is None:
-                    self._shards = live_shards()
-                refuse_cut(param, _title(name, position, index), self._shards)
-        if self._prepared is not None:  # None while the constructor adds groups
-            self._shards = None
+                refuse_cut(param, _title(name, position, index))
 
     def _prepare(self, group: Group, index: int) -> None:
         names = group.get("param_names") or [""] * len(group["params"])
@@ -204,10 +168,9 @@ class ShardedOptimizer(Optimizer):
         self._prepared = identities
 
     def _refuse_cuts_of(self, group: Group, index: int) -> None:
-        plain = [p for p in group["params"] if not isinstance(p, DTensor) and p not in self.state]
-        shards = live_shards() if plain else {}
         for position, param in enumerate(group["params"]):
-            refuse_cut(param, _title("", position, index), shards)
+            if param not in self.state:
+                refuse_cut(param, _title("", position, index))
 
     def named_params(self) -> Iterator[tuple[str, torch.Tensor, Group]]:
         """Yield all parameters with names and groups, in order.
@@ -263,7 +226,7 @@ class ShardedOptimizer(Optimizer):
     # State dicts
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._prepared, self._shards = None, None
+        self._prepared = None
         super().__setstate__(state)
 
     def state_dict(self) -> dict[str, Any]:

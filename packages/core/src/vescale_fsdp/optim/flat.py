@@ -50,11 +50,6 @@ _LOCAL, _SPEC, _DTYPE = attrgetter("_local_tensor"), attrgetter("_spec"), attrge
 _VALUES = methodcaller("values")
 
 
-def local_of(tensor: DTensor) -> torch.Tensor:
-    """Return this rank's part as a plain tensor."""
-    return tensor._local_tensor
-
-
 class Member:
     """A parameter with its states at the time when its space was made.
 
@@ -70,7 +65,7 @@ class Member:
 
     def __init__(self, param: DTensor, state: dict[str, Any] | None) -> None:
         self.param, self.state = param, state
-        self.local = local_of(param)
+        self.local = param._local_tensor
         self.numel, self.num_bytes = self.local.numel(), self.local.nbytes
         self.entries: list[Any] = []  # the values of ``state``
         self.space = 0  # index in the list of spaces (a reference would be a cycle)
@@ -83,7 +78,7 @@ class Member:
         ``load_state_dict`` replaces states, and ``module.to()`` replaces local parts.
         """
         state = self.state
-        if states.get(self.param) is not state or local_of(self.param) is not self.local:
+        if states.get(self.param) is not state or self.param._local_tensor is not self.local:
             return False
         if state is None:
             return True
@@ -167,7 +162,7 @@ class Space:
             for state, number in zip(states, self.scalars[name].unbind(), strict=True):
                 state[name] = number
             return
-        locals_ = [local_of(state[name]) for state in states]
+        locals_ = [state[name]._local_tensor for state in states]
         flat = self.elements[name] = locals_[0].new_empty(sum(sizes))
         parts = [
             part.view(local.shape) for part, local in zip(flat.split(sizes), locals_, strict=True)

@@ -37,7 +37,6 @@ from vescale_fsdp.optim.flat import (
     Piece,
     Space,
     States,
-    local_of,
     pieces_of,
     spaces_of,
 )
@@ -71,10 +70,11 @@ def flatten_(optimizer: AnyOptimizer) -> AnyOptimizer:
 
     Some parameters are stepped separately, on their local part: a parameter in its first step,
     which makes its states; one whose `step` differs from that of its neighbours; ``Shard(d)`` with
-    d > 0, whose local part is not contiguous. On a CPU also 16-bit parameters and all with
-    ``fused=True``, because the bits of torch's kernels there depend on where a tensor ends. Plain
-    tensors step as without this function. So does a whole group with ``differentiable=True``, or
-    while a gradient has other placements than its parameter.
+    d > 0, whose local part is not contiguous. On a CPU also 16-bit parameters, and with
+    ``fused=True`` local parts that are no multiple of 64 bytes: the bits of torch's kernels there
+    depend on where a tensor ends. Plain tensors step as without this function. So does a whole
+    group with ``differentiable=True``, one of which no parameter could join others, and one while a
+    gradient has other placements than its parameter.
 
     Cost: a few µs of host time for each parameter, and the kernels of one tensor for each piece.
     No communication and no wait for a device, except one wait after other code has written to
@@ -110,6 +110,10 @@ def _refusal(optimizer: Any) -> str:
         f"each element separately. It takes {known} of torch.optim, not their subclasses; pass "
         "the optimizer inside, if this is a wrapper, or do not flatten it"
     )
+
+
+# The longest vector register of a CPU. Fused kernels divide their work at multiples of it.
+_REGISTER_BYTES = 64
 
 
 class _Flattened:
@@ -191,20 +195,23 @@ class _Parameters:
         the whole group steps without pieces.
         """
         settings = (bool(group.get("fused")), bool(group.get("momentum")))
+        if settings[0] and not self._may_join:
+            return None
         if settings != self._settings:  # they decide which can join and which lack states
             self._settings, self._last = settings, Members([])
         ours: list[DTensor] = []
         grads: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
-        for param in self._params:
-            grad = param.grad
-            if grad is None:
-                continue
-            if isinstance(param, DTensor):
-                ours.append(param)
-                grads.append(grad)
-            else:
-                others.append(param)
+        with compat.without_torch_function():
+            for param in self._params:
+                grad = param.grad
+                if grad is None:
+                    continue
+                if isinstance(param, DTensor):
+                    ours.append(param)
+                    grads.append(grad)
+                else:
+                    others.append(param)
         alone: list[Piece] = []
         parts = self._last.parts_if_intact(ours, grads, optimizer.state)
         if parts is None:
@@ -218,6 +225,13 @@ class _Parameters:
             self._spaces[member.space].grads[member.index] = part.contiguous()
         pieces = [piece for space in self._spaces for piece in pieces_of(space)]
         return [*pieces, *alone], others
+
+    @property
+    def _may_join(self) -> bool:
+        """Whether any parameter can be in a piece with others, under ``fused=True``."""
+        with compat.without_torch_function():
+            locals_ = (each._local_tensor for each in self._params if isinstance(each, DTensor))
+            return any(_can_join(local, is_fused=True) for local in locals_)
 
     def _look_closer(
         self,
@@ -236,7 +250,7 @@ class _Parameters:
             part, state = _local_gradient(param, grad), _local_state(param, states)
             if part is None or state is None:
                 return None
-            local, lacks = local_of(param), _lacks_states(optimizer, group, state)
+            local, lacks = compat.local_tensor(param), _lacks_states(optimizer, group, state)
             if not lacks and _can_join(local, is_fused=self._settings[0]):
                 joined.append((param, part))
             else:
@@ -261,34 +275,37 @@ def _can_join(local: torch.Tensor, *, is_fused: bool) -> bool:
     """Whether the results of a step do not depend on the position in a tensor.
 
     On a CPU they do for 16-bit and fused kernels: the last elements, which do not fill a vector
-    register, take a different path that rounds differently (torch 2.13).
+    register, take a different path that rounds differently (torch 2.13). A part that fills whole
+    registers has no such elements, and neither have those before and after it in a piece.
     """
     if not local.is_contiguous() or not local.is_floating_point():
         return False
-    return local.device.type != "cpu" or (local.itemsize > 2 and not is_fused)
+    if local.device.type != "cpu":
+        return True
+    return local.itemsize > 2 and (not is_fused or local.nbytes % _REGISTER_BYTES == 0)
 
 
 def _local_gradient(param: DTensor, grad: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's part of a gradient, or None if it is not sharded as its parameter."""
-    if not isinstance(grad, DTensor) or type(local_of(param)) is not torch.Tensor:
+    if not isinstance(grad, DTensor) or type(compat.local_tensor(param)) is not torch.Tensor:
         return None
     spec, other = param._spec, grad._spec
     if other is not spec and (other.placements != spec.placements or other.mesh != spec.mesh):
         return None
-    part = local_of(grad)
+    part = compat.local_tensor(grad)
     return part if type(part) is torch.Tensor and part.dtype == param.dtype else None
 
 
 def _local_state(param: DTensor, states: States) -> State | None:
     """Return this rank's parts of a parameter's states; None if not sharded as the parameter."""
-    shape = local_of(param).shape
+    shape = compat.local_tensor(param).shape
     parts: State = {}
     for name, value in (states.get(param) or {}).items():
         is_number = name in SCALARS and isinstance(value, torch.Tensor) and value.dim() == 0
         if value is None or is_number:
             parts[name] = value
-        elif isinstance(value, DTensor) and local_of(value).shape == shape:
-            parts[name] = local_of(value)
+        elif isinstance(value, DTensor) and compat.local_tensor(value).shape == shape:
+            parts[name] = compat.local_tensor(value)
         else:
             return None
     return parts

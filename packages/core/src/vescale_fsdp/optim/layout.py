@@ -196,7 +196,7 @@ def matrices_of(
     for position, spans in spans_of(layout.shape, layout.placements, layout.mesh_shape):
         _meet(spans, firsts, numels, position, parts)
     return [
-        Matrix(param, first, numel // cols, cols, tuple(sorted(found, key=_start_of)))
+        Matrix(param, first, numel // cols, cols, tuple(sorted(found, key=lambda part: part.start)))
         for first, numel, found in zip(firsts, numels, parts, strict=True)
     ]
 
@@ -219,10 +219,6 @@ def split_heights(rows: int, split_rows: int | Sequence[int] | None) -> list[int
             f"split_rows={heights} are not positive numbers that add up to {rows} rows"
         )
     return heights
-
-
-def _start_of(part: Part) -> int:
-    return part.start
 
 
 def _meet(

@@ -115,16 +115,16 @@ def held_of(state: torch.Tensor, num_parts: int) -> range:
 
 
 _BUCKET_ELEMENTS = 1 << 24  # 64 MiB of fp32; two buckets each way are in memory at a time
-_MOST_KEPT = 4  # limit for stored couriers
+_MOST_KEPT = 4  # limit for stored transports
 
 # Returns the update of a matrix from the index of its parameter, its number there, its gradient.
 Compute = Callable[[int, int, torch.Tensor], torch.Tensor]
 
 
-class Courier:
+class LineTransport:
     """A transport for the matrices of parameters on one line. Ranks with their states own them.
 
-    Nothing is sent between replicas (HSDP); each has its own courier.
+    Nothing is sent between replicas (HSDP); each has its own transport.
 
     Args:
         line: the line of all parameters.
@@ -174,22 +174,22 @@ class Courier:
 
     @staticmethod
     def known(
-        couriers: list[Courier],
+        transports: list[LineTransport],
         params: Sequence[torch.Tensor],
         states: Sequence[torch.Tensor],
         dtype: torch.dtype,
-    ) -> Courier | None:
-        """Return the courier for tensors with these placements, if any.
+    ) -> LineTransport | None:
+        """Return the transport for tensors with these placements, if any.
 
         Else the longest unused ones are dropped.
         """
         key = _key(params, states, dtype)
-        for courier in couriers:
-            if courier._key == key:
-                couriers.remove(courier)
-                couriers.append(courier)
-                return courier
-        del couriers[: 1 - _MOST_KEPT]
+        for transport in transports:
+            if transport._key == key:
+                transports.remove(transport)
+                transports.append(transport)
+                return transport
+        del transports[: 1 - _MOST_KEPT]
         return None
 
     def run(self, grads: Sequence[torch.Tensor], compute: Compute, sink: Sink) -> None:
@@ -420,12 +420,12 @@ class Preconditioned(ShardedOptimizer):
         """Step on matrices that are computed by their owners."""
         params = [task.param for task in tasks]
         resting = [task.state["exp_avg"] for task in tasks]
-        couriers: list[Courier] = self.__dict__.setdefault("_couriers", [])
-        courier = Courier.known(couriers, params, resting, dtype)
-        if courier is None:
+        transports: list[LineTransport] = self.__dict__.setdefault("_transports", [])
+        transport = LineTransport.known(transports, params, resting, dtype)
+        if transport is None:
             costs = [self.cost(_matrix(task.param), task.group) for task in tasks]
-            courier = Courier(line, params, resting, costs, dtype)
-            couriers.append(courier)
+            transport = LineTransport(line, params, resting, costs, dtype)
+            transports.append(transport)
         parts = [self._parts(task) for task in tasks]
         factors = [self._factors(task) for task in tasks]
         locals_ = [local_of(param) for param in params]
@@ -439,7 +439,7 @@ class Preconditioned(ShardedOptimizer):
             if factors_of_run is not None:
                 apply_(flat[run.param][run.start : run.stop], update, *factors_of_run)
 
-        courier.run([gradient_of(param) for param in params], compute, sink)
+        transport.run([gradient_of(param) for param in params], compute, sink)
         for local, changed in zip(locals_, flat, strict=True):
             if not local.is_contiguous():
                 local.copy_(changed.view(local.shape))

@@ -3,13 +3,12 @@
 `order` has the sequence of a pass, the position of a rank in it, and which neighbours share a
 message. `predict` makes the sequence before a first run. `record` holds what ranks exchange to
 correct it. `residency` tracks why a unit is unsharded, `window` limits prefetch, `reductions`
-orders the reductions. `walking` makes a rank follow a program, `passes` handles the events of a
-pass, and an `executor` carries out the decisions (docs/design/engine.md). `zero_table` has what is
-sharded when.
+orders the reductions. `passes` makes a rank follow a program, event by event, and an `executor`
+carries out the decisions (docs/design/engine.md). `zero_table` has what is sharded when.
 """
 
 from vescale_fsdp.program.executor import Executor
-from vescale_fsdp.program.order import Bundles, Parcel, Program
+from vescale_fsdp.program.order import Bundles, Program, Sendable, sendable_if_small
 from vescale_fsdp.program.passes import Passes
 from vescale_fsdp.program.predict import Names
 from vescale_fsdp.program.record import Record, merge
@@ -25,7 +24,6 @@ __all__ = [
     "Kept",
     "Lease",
     "Names",
-    "Parcel",
     "Passes",
     "Policy",
     "Program",
@@ -33,7 +31,9 @@ __all__ = [
     "Reduction",
     "Residency",
     "Row",
+    "Sendable",
     "State",
     "merge",
     "policy_of",
+    "sendable_if_small",
 ]

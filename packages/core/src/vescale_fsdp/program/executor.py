@@ -52,10 +52,6 @@ class Executor(ABC):
         """Called at the end of that forward or backward."""
         return
 
-    def gathered_for(self, unit: Residency) -> None:
-        """Called when the parameters of the outermost unit are unsharded."""
-        return
-
     def end_pass(self) -> None:
         """Called at the end of a forward without gradients."""
         return

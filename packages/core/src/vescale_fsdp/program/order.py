@@ -118,6 +118,11 @@ class Walk:
         if self.is_predicted:
             self.used.append(unit)
 
+    def comes_to(self, unit: int) -> bool:
+        """Whether the next all-gather is that of ``unit``."""
+        unshards = self.program.unshards
+        return self.place < len(unshards) and unshards[self.place] == unit
+
     def insert(self, unit: int) -> None:
         """Insert the all-gather of ``unit`` here, as the next one."""
         self.program.insert(self.place, unit)
@@ -153,26 +158,44 @@ class Walk:
         """The units whose all-gathers are expected next."""
         program = self.program
         upcoming = map(program.unshards.__getitem__, range(self.place, len(program.unshards)))
+        if not program.written:
+            return upcoming
         return itertools.takewhile(lambda unit: unit not in program.written, upcoming)
 
 
-MOST_BYTES = 1 << 16  # of one message, for each rank
+MOST_BYTES = 1 << 16  # of one message, for each rank of up to `_FEW_RANKS`
+_FEW_RANKS = 8  # with more, a message holds so much less for each: all of it lies in memory
 
 T = TypeVar("T", bound=Hashable)
 
 
-class Parcel(NamedTuple):
-    """A small message part: its bytes for each rank, and a kind that is equal within a message."""
+class Sendable(NamedTuple):
+    """A small message part: its bytes for each rank of a few (see `sendable_if_small`), and a kind
+    that is equal within a message.
+    """
 
     num_bytes: int
     kind: Hashable
 
 
-def bundled(items: Iterable[T], parcel_of: Callable[[T], Parcel | None]) -> list[list[T]]:
+def sendable_if_small(
+    num_bytes: int, num_ranks: int, kind: Hashable, small_bytes: float
+) -> Sendable | None:
+    """Return a part of a message, or None for one that is sent alone.
+
+    Args:
+        num_bytes: that it has for each of ``num_ranks``.
+        small_bytes: that are small, for each rank of a few.
+    """
+    weighed = num_bytes * max(num_ranks, _FEW_RANKS) // _FEW_RANKS
+    return Sendable(weighed, kind) if 0 < weighed <= small_bytes else None
+
+
+def bundled(items: Iterable[T], sendable_of: Callable[[T], Sendable | None]) -> list[list[T]]:
     """Return runs of two and more neighbours that are sent together; of repeated ones the first.
 
     Args:
-        parcel_of: None for an item that must be sent alone.
+        sendable_of: None for an item that must be sent alone.
     """
     found: list[list[T]] = []
     run: list[T] = []
@@ -180,17 +203,17 @@ def bundled(items: Iterable[T], parcel_of: Callable[[T], Parcel | None]) -> list
     kind: Hashable = None
     num_bytes = 0
     for item in items:
-        parcel = None if item in seen else parcel_of(item)
+        sendable = None if item in seen else sendable_of(item)
         seen.add(item)
-        if parcel is None:
+        if sendable is None:
             found.append(run)
             run, num_bytes = [], 0
             continue
-        if run and (parcel.kind != kind or num_bytes + parcel.num_bytes > MOST_BYTES):
+        if run and (sendable.kind != kind or num_bytes + sendable.num_bytes > MOST_BYTES):
             found.append(run)
             run, num_bytes = [], 0
         run.append(item)
-        kind, num_bytes = parcel.kind, num_bytes + parcel.num_bytes
+        kind, num_bytes = sendable.kind, num_bytes + sendable.num_bytes
     return [each for each in (*found, run) if len(each) > 1]
 
 
@@ -199,12 +222,12 @@ class Bundles:
 
     Args:
         program: of the pass, confirmed.
-        parcel_of: of each unit.
+        sendable_of: of each unit.
     """
 
-    def __init__(self, program: Program, parcel_of: Callable[[int], Parcel | None]) -> None:
-        def unless_written(unit: int) -> Parcel | None:
-            return None if unit in program.written else parcel_of(unit)
+    def __init__(self, program: Program, sendable_of: Callable[[int], Sendable | None]) -> None:
+        def unless_written(unit: int) -> Sendable | None:
+            return None if unit in program.written else sendable_of(unit)
 
         self._bundle_of = {
             unit: bundle for bundle in bundled(program.unshards, unless_written) for unit in bundle

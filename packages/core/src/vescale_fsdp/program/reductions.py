@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 
-from vescale_fsdp.program.order import AT_THE_END, Parcel, Walk, bundled
+from vescale_fsdp.program.order import AT_THE_END, Sendable, Walk, bundled
 from vescale_fsdp.program.residency import Residency
 
 
@@ -21,7 +21,7 @@ class Reduction(ABC):
 
     number: int
     unit: Residency
-    parcel: Parcel | None = None  # what is sent, if it may be with others
+    sendable: Sendable | None = None  # what is sent, if it may be with others
 
     @property
     @abstractmethod
@@ -166,7 +166,7 @@ class Reductions:
         self.land(0)
 
     def _bundled(self, numbers: Iterable[int]) -> list[list[int]]:
-        return bundled(numbers, lambda number: self._due[number].parcel)
+        return bundled(numbers, lambda number: self._due[number].sendable)
 
     def _gets_nothing_of(self, item: Reduction) -> bool:
         return self._gets_nothing is not None and self._gets_nothing(item.unit)

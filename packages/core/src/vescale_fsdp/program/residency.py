@@ -90,6 +90,7 @@ class Residency(ABC):
         self.num_pins = 0
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()  # forwards that a backward awaits
         self.done_calls: weakref.WeakSet[Any] = weakref.WeakSet()  # those may come again
+        self.lasts = False  # the backward that runs makes a graph, which reads it too
         self.is_over = False  # at the end of a backward: nothing of it is left to run in it
 
     # What carries it out
@@ -134,7 +135,7 @@ class Residency(ABC):
 
     @abstractmethod
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gather, and register the unsharded parameters."""
+        """Wait for the all-gather."""
 
     @abstractmethod
     def join_unshard(self) -> None:
@@ -142,7 +143,7 @@ class Residency(ABC):
 
     @abstractmethod
     def park(self) -> None:
-        """Keep the unsharded memory, but register the sharded parameters."""
+        """Keep the unsharded memory, but hide the unsharded parameters."""
 
     @abstractmethod
     def free(self) -> None:
@@ -186,7 +187,7 @@ class Residency(ABC):
         if Lease.PINNED in self.leases:
             self.leases.difference_update(dropped)
             return
-        self.leases = {each for each in self.leases & _STRONG if each not in dropped}
+        self.leases = (self.leases & _STRONG).difference(dropped)
         assert not self.leases, f"unit {self.index} is freed under {self.leases}"
         if to_part and self.num_parts > 1:
             self.free_but_part()
@@ -272,7 +273,7 @@ class Residency(ABC):
 
     @property
     def _rests_after_backward(self) -> bool:
-        return self.reshard_after_backward or self.sets_gradients
+        return (self.reshard_after_backward or self.sets_gradients) and not self.lasts
 
     def release_after_backward(self) -> None:
         """Free it, if no forward of it runs: nothing of it is left to run in a backward."""
@@ -304,6 +305,6 @@ class Residency(ABC):
     def forget(self) -> None:
         """A step was broken off: what it has unsharded is freed."""
         self.leases &= {Lease.PINNED}
-        self.is_over = False
+        self.is_over = self.lasts = False
         self.open_calls.clear()
         self.done_calls.clear()

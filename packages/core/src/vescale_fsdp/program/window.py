@@ -97,7 +97,7 @@ class Window:
         unit.start_unshard(in_backward=in_backward)
         unit.leases.discard(Lease.AHEAD)
         self._awaited = None
-        if walk.is_predicted:
+        if not walk.program.is_confirmed:
             return
         listed = unit.prefetch_list(in_backward=in_backward)
         if listed is not None:

@@ -6,7 +6,8 @@ their places). Moving data: `redistribute`. The tensor: `tensor` (the DTensor su
 `made` for functions of torch that make it; `replicated` for one that each rank has whole, `reduced`
 for what a reduction gives.
 Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `views`, `gathered`,
-`reductions` with `aggregates`, `random`; `whole` for tensors that are not sharded.
+`reductions` with `aggregates`, `random`; `whole` for tensors that are not sharded; `watching`, for
+who wants to hear of writes.
 """
 
 from vescale_fsdp.ragged import dispatch as dispatch  # gives RaggedTensor its operators
@@ -25,7 +26,8 @@ from vescale_fsdp.ragged.placement import RaggedShard
 from vescale_fsdp.ragged.redistribute import PendingTensor, as_bytes, group_along
 from vescale_fsdp.ragged.reductions import max_over_ranks
 from vescale_fsdp.ragged.replicated import ReplicatedTensor, wrap_replicated
-from vescale_fsdp.ragged.tensor import RaggedTensor, make_spec, wrap, wrap_local
+from vescale_fsdp.ragged.tensor import RaggedTensor, make_spec, parameter_cut_into, wrap, wrap_local
+from vescale_fsdp.ragged.watching import hear_of_writes
 from vescale_fsdp.ragged.whole import access_of
 
 __all__ = [
@@ -45,9 +47,11 @@ __all__ = [
     "boxes_of",
     "contiguous_strides",
     "group_along",
+    "hear_of_writes",
     "holding_of",
     "make_spec",
     "max_over_ranks",
+    "parameter_cut_into",
     "ragged_axis_of",
     "remaining_box",
     "wrap",

@@ -14,13 +14,15 @@ takes the values of ``new``. The former values move to other memory, where ``bac
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import TENSOR_DATA, TraceableDTensor, local_tensor, set_versions
+from vescale_fsdp.ragged import watching
 
 NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
 # On an error of an operator: the ids of the local tensors of sharded parameters that it got.
@@ -55,6 +57,19 @@ class AssignableData(TraceableDTensor):
             copied.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = copied
         return copied
+
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """As of any tensor, but not called where a graph has no gradient for it.
+
+        The gradients of a unit's parameters come after the reduction, and the engine calls hooks on
+        them. Autograd calls those that are registered after the forward, too, without a gradient.
+        """
+
+        @functools.wraps(hook)
+        def with_gradient(gradient: torch.Tensor | None) -> Any:
+            return None if gradient is None else hook(gradient)
+
+        return super().register_hook(with_gradient)  # type: ignore[no-untyped-call]
 
     def data_ptr(self) -> int:
         """0, as of all DTensors: only the local part has memory.
@@ -114,3 +129,5 @@ class AssignableData(TraceableDTensor):
             else:
                 TENSOR_DATA.__set__(self, moved)
                 self._local_tensor, self._spec = local, moved._spec
+        if watching.hears is not None:
+            watching.hears([self])

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from vescale_fsdp.compat import pytree
+from vescale_fsdp.compat import local_tensor, pytree
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 # The constructor of DistributedDataParallel joins the parameters of a model, to broadcast them.
@@ -41,7 +41,7 @@ def run_collective(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     for each in pytree.tree_leaves((args, kwargs)):
         if isinstance(each, DTensor) and not all(p.is_replicate() for p in each.placements):
             refuse_collective(func, each)
-    local_args, local_kwargs = pytree.tree_map(_local, (args, kwargs))
+    local_args, local_kwargs = pytree.tree_map(local_tensor, (args, kwargs))
     result = func(*local_args, **local_kwargs)
     if _writes(func):  # to the first argument; their schemas do not say so
         written = pytree.tree_leaves(local_args[0])
@@ -66,10 +66,6 @@ def refuse_collective(func: Any, tensor: DTensor) -> NoReturn:
 def hint_beside_plain(func: Any) -> str:
     """What an error adds if an operator got a plain tensor beside one of a sharded module."""
     return _OF_A_JOIN if func is torch.ops.aten.cat.default else ""
-
-
-def _local(operand: Any) -> Any:
-    return operand._local_tensor if isinstance(operand, DTensor) else operand
 
 
 def _writes(func: Any) -> bool:

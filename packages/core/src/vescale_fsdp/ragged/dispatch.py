@@ -56,7 +56,7 @@ from vescale_fsdp.ragged.random import RANDOM
 from vescale_fsdp.ragged.reductions import number
 from vescale_fsdp.ragged.tensor import RaggedTensor, distribute
 from vescale_fsdp.ragged.views import VIEWS
-from vescale_fsdp.ragged.whole import has_size_of
+from vescale_fsdp.ragged.whole import has_size_of, tell_of_writes
 from vescale_fsdp.ranks import collectives
 
 aten = torch.ops.aten
@@ -222,4 +222,12 @@ def _has_pointwise_form(func: Any, name: str) -> bool:
     return functional is not None and torch.Tag.pointwise in functional.tags
 
 
+def dispatch_and_tell(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`dispatch`, for those who want to hear of writes."""
+    result = dispatch(func, args, kwargs)
+    tell_of_writes(func, args, kwargs)
+    return result
+
+
 RaggedTensor.run_operator = staticmethod(dispatch)
+RaggedTensor.run_and_tell = staticmethod(dispatch_and_tell)

@@ -200,7 +200,7 @@ def _plain(local: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
 
     The states of torchao's optimizers are quantized, by each rank as its part allows.
     """
-    has_numbers = hasattr(local, "dequantize") and compat.is_traceable_wrapper_subclass(local)
+    has_numbers = hasattr(local, "dequantize") and compat.is_wrapper(local)
     if not has_numbers or isinstance(local, AsyncCollectiveTensor):
         return local
     assert spec.tensor_meta is not None, "specs of ragged tensors are made with their meta"

@@ -48,7 +48,7 @@ class ReducedTensor(TraceableDTensor):
         if writes_to_plain(access, args, kwargs):
             return read_out(func, args, kwargs)
         # What is written later has to be seen through a view.
-        reduces_all = access.has_out or _takes_lists(func)
+        reduces_all = access.has_out or access.has_lists
         to_reduce = args if reduces_all else args[:1] if access.is_view else ()
         for each in pytree.tree_leaves((to_reduce, access.written(args, kwargs))):
             _reduce_in_place(each)
@@ -104,10 +104,6 @@ def _with_zeros(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         is_plain = not isinstance(part, DTensor)
         found.append(reduced(part, DTensorSpec(spec.mesh, whole, meta)) if is_plain else part)
     return found
-
-
-def _takes_lists(func: Any) -> bool:
-    return bool(func._schema.name.startswith("aten::_foreach_"))
 
 
 def _reduce_in_place(tensor: Any) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, pytree
+from vescale_fsdp.ragged import watching
 from vescale_fsdp.ragged.assignment import AssignableData
 from vescale_fsdp.ragged.collectives import hint_beside_plain
 from vescale_fsdp.ragged.recuts import respecified_as
@@ -23,7 +24,13 @@ from vescale_fsdp.ragged.reduced import (
     reduced,
     reshape_in_place,
 )
-from vescale_fsdp.ragged.whole import access_of, always_whole, run_locally, writes_to_plain
+from vescale_fsdp.ragged.whole import (
+    access_of,
+    always_whole,
+    run_locally,
+    tell_of_writes,
+    writes_to_plain,
+)
 
 aten = torch.ops.aten
 # One tensor of the same shape, from one tensor.
@@ -65,6 +72,8 @@ class ReplicatedTensor(AssignableData):
             return read_out(func, args, kwargs)
         result = run_locally(func, args, kwargs, wrap_replicated if access.is_view else reduced)
         if result is not NotImplemented:
+            if watching.hears is not None:
+                tell_of_writes(func, args, kwargs)
             return result
         hint = hint_beside_plain(func)
         if hint and not all(isinstance(x, DTensor) for x in pytree.tree_leaves(args[0])):
@@ -78,6 +87,7 @@ class ReplicatedTensor(AssignableData):
         # Torch counts a write to ``p.data`` on that alone; a forward asks the local tensor.
         for each in pytree.tree_leaves(access.written(args, kwargs)):
             torch.autograd.graph.increment_version(compat.local_tensor(each))
+        tell_of_writes(func, args, kwargs)
         return access.returned(args, kwargs)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:

@@ -10,10 +10,12 @@ placement as replicated. This subclass has its own ``__torch_dispatch__`` (file 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -31,6 +33,7 @@ from vescale_fsdp.compat import (
     NormPartial,
     TensorMeta,
 )
+from vescale_fsdp.ragged import watching
 from vescale_fsdp.ragged.assignment import AssignableData
 from vescale_fsdp.ragged.holdings import (
     Box,
@@ -54,6 +57,10 @@ WAYS_OUT = (  # for errors
 )
 
 
+# Parameters by the storage of the part that `to_local` has returned: one of several in a storage.
+_CUT: weakref.WeakValueDictionary[int, RaggedTensor] = weakref.WeakValueDictionary()
+
+
 class RaggedTensor(AssignableData):
     """A DTensor of which this rank holds a flat range, given by its ``RaggedShard``.
 
@@ -67,12 +74,14 @@ class RaggedTensor(AssignableData):
 
     # No ``__slots__``: torch copies the slots that `self.__slots__` names, DTensor's.
     run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # by `dispatch`
+    run_and_tell: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # too
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch types only its stub
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        return cls.run_operator(func, args, kwargs or {})
+        run = cls.run_operator if watching.hears is None else cls.run_and_tell
+        return run(func, args, kwargs or {})
 
     @staticmethod
     def from_local(  # type: ignore[override]  # the shape cannot be guessed from one rank
@@ -140,6 +149,8 @@ class RaggedTensor(AssignableData):
         """
         local = self._local_tensor
         local = local.wait() if isinstance(local, PendingTensor) else local
+        if isinstance(self, nn.Parameter) and not torch.compiler.is_compiling():
+            _CUT[local.untyped_storage()._cdata] = self
         if not torch.is_grad_enabled() or not self.requires_grad:
             return local
         spec = self._spec
@@ -476,3 +487,10 @@ compat.refuse_overwriting(
 torch.serialization.add_safe_globals(
     [NormPartial, RaggedShard, RaggedTensor, _rebuild, _rebuild_placement]
 )
+
+
+def parameter_cut_into(storage: int) -> RaggedTensor | None:
+    """Return a parameter whose part, given away by `to_local`, is in a storage (its ``_cdata``)."""
+    found = _CUT.get(storage)
+    is_there = found is not None and storage in compat.storages_of(found._local_tensor)
+    return found if is_there else None

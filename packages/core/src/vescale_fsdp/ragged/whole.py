@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec, TensorMeta, pytree
+from vescale_fsdp.ragged import watching
 from vescale_fsdp.ragged.collectives import is_collective, run_collective
 from vescale_fsdp.ragged.random import numbers_of_first_rank
 
@@ -99,6 +100,15 @@ def access_of(func: Any) -> Access:
         is_fused,
         takes_numbers,
     )
+
+
+def tell_of_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Name the tensors that an operator has written to, to who wants to hear of it."""
+    access = access_of(func)
+    # The schemas of collectives do not say that they write.
+    written = access.written(args, kwargs) if access.writes else args[:1]
+    if watching.hears is not None and (access.writes or is_collective(func)):
+        watching.hears(pytree.tree_leaves(written))
 
 
 def writes_to_plain(access: Access, args: Any, kwargs: dict[str, Any]) -> bool:

@@ -32,6 +32,7 @@ receipt, the others for their reply.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import itertools
@@ -50,7 +51,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from vescale_fsdp import compat, errors
 from vescale_fsdp.backends import is_fake
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.ranks import notes, waits
+from vescale_fsdp.ranks import notes, threads, waits
 from vescale_fsdp.ranks.attempt import PLACE, AbsentError, agree_on_name
 from vescale_fsdp.ranks.collectives import new_gloo_group
 from vescale_fsdp.ranks.limits import delta, limit_s, work_limit_s
@@ -69,7 +70,8 @@ _ERRORS: dict[str, type[Exception]] = {
         *(TypeError, ValueError),
     )
 }
-_LATE: list[torch.Tensor] = []  # what receives write to that have not ended in time
+_LATE: list[Any] = []  # of sends and receives that have not ended in time: gloo may still use it
+_WAITING: list[tuple[Any, threads.Call]] = []  # for late messages, each with its link
 _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Ranks]]
 _KNOWN = weakref.WeakKeyDictionary()
 
@@ -98,15 +100,6 @@ class MergeTree:
             stop = min(start + width, stop)
             width = (width - 1) // self._fan_in
         return range(start + 1, stop, max(width, 1))
-
-
-def first_and_other(pairs: Iterable[_Pair]) -> list[_Pair]:
-    """Return the first pair, and the first pair with another left side, if any.
-
-    It is associative: applied to its results for parts of a list, it gives the result for the list.
-    """
-    pairs = list(pairs)
-    return pairs[:1] + [pair for pair in pairs if pair[0] != pairs[0][0]][:1]
 
 
 def over(ranks: dist.ProcessGroup | Sequence[int]) -> Ranks:
@@ -173,6 +166,7 @@ class Ranks:
         self._told, self._limit_s = time.monotonic(), math.inf  # of `still`
         self._sent: list[Any] = []  # messages under way
         self._tag, self._num_threads = _TAG, 0
+        self._is_apart = False  # other threads use the link, which has to stay open
 
     @classmethod
     def linked(cls, link: dist.ProcessGroup | None) -> Ranks:
@@ -331,6 +325,8 @@ class Ranks:
             f"{what} within {within_s:.0f} s: it has died, hangs, or runs other code than this "
             "rank. Its log says which"
         )
+        if self._is_apart:
+            return RankMismatchError(f"{text}. The ranks stay connected")
         note, groups = f"gave up {where}: {text}", [] if group is None else [group]
         others = waits.report(self._ranks, note, groups, f"rank {self._me} {note}")
         advice = waits.advice(timed_out=True)
@@ -354,7 +350,7 @@ class Ranks:
         speakers = [rank for _, rank in said]
         mine = [[self._me, entries]] if self._me in speakers else []
         difference = self.exchange(
-            f"{topic} difference", mine, _chained, _first_difference, timeout_s=timeout_s
+            f"{topic} difference", mine, merge_pairs, _first_difference, timeout_s=timeout_s
         )
         raise RankMismatchError(f"ranks disagree about the {topic}: {difference}. {hint}")
 
@@ -441,18 +437,26 @@ class Ranks:
         self._limit_s = work_limit_s() if timeout_s is None else timeout_s
         self._connect(what, self._limit_s)
         self._told = time.monotonic()
-        value, own = _attempt(work)
-        value = value if combine else None
+
+        def done() -> Any:
+            value = work()
+            if combine is None or self.is_first:
+                return value if combine else None
+            return _json([value, None])  # here, so that what is no JSON is a fault of this rank
+
+        value, own = _attempt(done)
         fault = None if own is None else [self.rank, type(own).__name__, str(own)]
         if self.is_first:
-            replies, error = self._combined(what, value, fault, combine)
-            reply, own = replies[0], own or error
+            reply, others, error = self._combined(what, value, fault, combine)
+            own = own or error
             if reply[1] is not None:
                 give_up()
-            self._answer(replies)
+            # A rank that is late reads its reply when it wakes up, or never.
+            is_one_late = self._is_apart and reply[1] is not None and reply[1][0] is None
+            self._answer(others, _GRACE_S if is_one_late else self._limit_s)
         else:
             try:
-                self._post([value, fault], 0)
+                self._post(value or _json([None, fault]), 0)
                 reply = self._receive(0, _GRACE_S)
             except RuntimeError as error:
                 raise own or self._gone(0, what, error) from error
@@ -461,7 +465,10 @@ class Ranks:
                 self._sent = [self._isend(torch.zeros(1), 0, self._tag + 1)]
         answer, fault = reply
         if fault is not None:
-            raise own or _error_of(fault)
+            if own is not None and fault[0] is not None:
+                raise own
+            # If others gave up this rank, it may have failed because of that: its folder is gone.
+            raise _error_of(fault) from own
         return answer
 
     def meet(self, step: str, work: Callable[[], Any], *, timeout_s: float | None = None) -> None:
@@ -484,11 +491,12 @@ class Ranks:
     def thread(self) -> Ranks:
         """The same ranks for another thread: its messages in `together` are apart.
 
-        All ranks call it in the same order, after a first `meet`.
+        If a rank does not come in time, `together` raises as ever, but closes no connections, so
+        that the other threads go on. All ranks call it in the same order, after a first `meet`.
         """
         self._num_threads += 1
         other = Ranks(self._ranks, self._me, self._own_store, self._link, self._fan_in)
-        other._tag = self._tag + 2 * self._num_threads
+        other._tag, other._is_apart = self._tag + 2 * self._num_threads, True
         return other
 
     def from_first(self, what: str, work: Callable[[], Any]) -> Any:
@@ -522,8 +530,10 @@ class Ranks:
         value: Any,
         fault: Any,
         combine: Callable[[list[Any]], Sequence[Any]] | None,
-    ) -> tuple[list[Any], Exception | None]:
-        """Return the reply for each rank, ``[answer, fault]``, and the error of ``combine``."""
+    ) -> tuple[list[Any], list[bytes], Exception | None]:
+        """Return the reply for rank 0, ``[answer, fault]``, those for the others, encoded, and
+        the error of ``combine``.
+        """
         values, faults = [value], [fault]
         if self.size > 1:
             self._tell_still()  # the others may have waited for long, and `combine` may take long
@@ -538,30 +548,37 @@ class Ranks:
             faults.append(fault)
         fault, error = next((each for each in faults if each is not None), None), None
         if fault is None:
-            answers, error = _attempt(lambda: list(combine(values)) if combine else values)
-            if error is None:
-                return [[answer if combine else None, None] for answer in answers], None
-            fault = [0, type(error).__name__, str(error)]
-        return [[None, fault]] * self.size, error
 
-    def _answer(self, replies: list[Any]) -> None:
+            def replies() -> tuple[list[Any], list[bytes]]:
+                own, *others = combine(values) if combine else [None] * self.size
+                return [own, None], [_json([each, None]) for each in others]
+
+            found, error = _attempt(replies)
+            if error is None:
+                return *found, None
+            fault = [0, type(error).__name__, str(error)]
+        return [None, fault], [_json([None, fault])] * (self.size - 1), error
+
+    def _answer(self, replies: list[bytes], seconds: float) -> None:
         """Send the replies to the other ranks. Errors are ignored: a rank may have died."""
         receipts = []
-        for rank in range(1, self.size):
+        for rank, reply in enumerate(replies, 1):
             with contextlib.suppress(RuntimeError):
                 receipt = torch.zeros(1)
                 work = dist.irecv(receipt, group=self._link, tag=self._tag + 1, group_src=rank)
                 receipts.append((work, receipt))
-                self._post(replies[rank], rank)
+                self._post(reply, rank)
+        end, sent, self._sent = time.monotonic() + seconds, self._sent, []
         for work, receipt in receipts:
-            with contextlib.suppress(RuntimeError):
-                self._end(work, receipt, self._limit_s)
-        self._sent = []
+            try:
+                self._end(work, receipt, end - time.monotonic())
+            except RuntimeError:
+                if self._is_apart:  # the rank may still receive it
+                    _LATE.append(sent)
 
-    def _post(self, message: Any, rank: int) -> None:
+    def _post(self, message: bytes, rank: int) -> None:
         """Begin to send. What is sent is held until the other rank has answered."""
-        text = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         for each in (torch.tensor([data.numel()]), data):
             self._sent.append(self._isend(each, rank, self._tag))
 
@@ -585,14 +602,20 @@ class Ranks:
         self._end(work, data, end + self._limit_s + more_s - time.monotonic())
 
     def _end(self, work: Any, data: torch.Tensor, seconds: float) -> None:
-        """Wait for a receive into ``data``."""
+        """Wait for a receive into ``data``. Gloo closes all connections when its wait times out."""
         try:
-            if math.isinf(seconds):
+            if self._is_apart:
+                call = threads.Call(lambda: work.wait(delta(math.inf))).start()
+                if not call.ended.wait(delta(seconds).total_seconds()):
+                    _WAITING.append((self._link, call))
+                    raise RuntimeError("timed out")
+                call.result()
+            elif math.isinf(seconds):
                 work.wait()  # the timeout of the group
             else:
                 work.wait(delta(seconds))
         except RuntimeError:
-            _LATE.append(data)  # gloo may still write to it after the time is over
+            _LATE.append(data)
             raise
 
     def _gone(self, rank: int, what: str, error: RuntimeError) -> RankMismatchError:
@@ -611,11 +634,24 @@ class Ranks:
             waits.abort(why, [self._link])
 
 
+@atexit.register
+def _end_waiting() -> None:
+    """Close what threads wait for: such a wait aborts a process that has taken down Python."""
+    for link, call in _WAITING:
+        if not call.ended.is_set():
+            waits.hang_up(link, (link.rank() + 1) % link.size())
+            call.ended.wait(_GRACE_S)
+
+
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return work(), None
     except Exception as error:  # noqa: BLE001  every rank must learn of it
         return None, error
+
+
+def _json(message: list[Any]) -> bytes:
+    return json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _error_of(fault: list[Any]) -> Exception:
@@ -628,12 +664,12 @@ def _error_of(fault: list[Any]) -> Exception:
 
 
 def merge_pairs(values: list[list[_Pair]]) -> list[_Pair]:
-    """`first_and_other` of what ranks say: merges for `Ranks.exchange`."""
-    return first_and_other(itertools.chain(*values))
+    """Return the first pair, and the first pair with another left side, if any.
 
-
-def _chained(values: list[list[Any]]) -> list[Any]:
-    return [*itertools.chain(*values)]
+    It merges for `Ranks.exchange`: it is associative.
+    """
+    pairs = [*itertools.chain(*values)]
+    return pairs[:1] + [pair for pair in pairs if pair[0] != pairs[0][0]][:1]
 
 
 def _first_difference(said: list[Any]) -> str:

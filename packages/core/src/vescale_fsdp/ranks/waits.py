@@ -95,6 +95,8 @@ class Waiting:
             _start_watcher()
         self._since, self._doing = time.monotonic(), (notes.here.subject or self._what)
         _waits[threading.get_ident()] = self
+        if not _begun.is_set():  # after it is in `_waits`: see `_watch`
+            _begun.set()
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         del _waits[threading.get_ident()]
@@ -132,6 +134,7 @@ class Waiting:
 _waits: dict[int, Waiting] = {}  # by thread
 _writing = threading.Lock()
 _watcher: threading.Thread | None = None
+_begun = threading.Event()  # the watcher has waits to look at
 
 
 def _start_watcher() -> None:
@@ -143,11 +146,20 @@ def _start_watcher() -> None:
 
 def _watch() -> None:
     while True:
+        _begun.wait()  # a process that waits for nobody is not woken
         time.sleep(_LOOKS_S)
+        # Cleared before it looks: a wait that begins meanwhile is seen now, or sets it again.
+        _begun.clear()
+        if _waits:
+            _begun.set()
         with contextlib.suppress(Exception):  # the process group is destroyed at this moment
-            for waiting in [*_waits.values()]:
-                watchdog = watchdog_s()
-                waiting.look(min(limit_s() / 4, _LONG_S, watchdog), watchdog)
+            _look()  # a function: a wait in a variable of this thread would keep its process group
+
+
+def _look() -> None:
+    for waiting in [*_waits.values()]:
+        watchdog = watchdog_s()
+        waiting.look(min(limit_s() / 4, _LONG_S, watchdog), watchdog)
 
 
 class Bounded:
@@ -246,7 +258,8 @@ def wait_for_messages(
     Raises:
         RankMismatchError: a rank did not take part in time, or is no longer connected.
     """
-    check_connected(group)  # gloo may have forgotten the messages
+    if is_closed(group):  # gloo may have forgotten the messages
+        raise _no_longer_connected()
     deadline = time.monotonic() + shorter(limit_s(), group)
 
     def wait() -> None:
@@ -375,12 +388,6 @@ def is_cut() -> bool:
     """Whether connections of the present default group have been closed, for any reason."""
     is_ours = _fault.world is not None and _fault.world() is dist.group.WORLD
     return is_ours and bool(_fault.text)
-
-
-def check_connected(group: dist.ProcessGroup) -> None:
-    """Raise RankMismatchError if the connections of ``group`` have been closed."""
-    if is_closed(group):
-        raise _no_longer_connected()
 
 
 def register(group: dist.ProcessGroup) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import socket
 from typing import Any
 
@@ -9,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from vescale_fsdp.compat import pytree
+
+_PORTS = 20_000, 32_768
 
 
 def assert_equal_across_ranks(value: Any, name: str = "value") -> None:
@@ -57,9 +61,11 @@ def _difference(found: Any, expected: Any) -> str:
 def free_port() -> int:
     """A TCP port of the loopback address that was free a moment ago.
 
-    Another process can take it before you do, so prefer a file rendezvous if you can.
+    It is below those that the system gives to sockets which ask for any, so that none of these
+    takes it before you do. Prefer a file rendezvous if you can.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+    while True:
+        port = random.SystemRandom().randrange(*_PORTS)
+        with contextlib.suppress(OSError), socket.socket() as listener:
+            listener.bind(("127.0.0.1", port))
+            return port

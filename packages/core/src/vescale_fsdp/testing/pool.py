@@ -173,12 +173,12 @@ class Pool:
     def _log(self, rank: int) -> Path:
         return self.directory / f"rank-{rank}.log"
 
-    def _log_tail(self, rank: int, num_bytes: int = 6000) -> str:
+    def _log_tail(self, rank: int) -> str:
         try:
             log = self._log(rank).read_bytes()
         except FileNotFoundError:
             return "(it wrote nothing)"
-        return log[self._log_offsets[rank] :][-num_bytes:].decode(errors="replace")
+        return log[self._log_offsets[rank] :][-6000:].decode(errors="replace")
 
     def _forward_logs(self) -> None:
         """Write what the ranks printed during this call to our ``sys.stderr``."""

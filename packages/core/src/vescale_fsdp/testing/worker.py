@@ -159,6 +159,7 @@ STORE_HOST = "127.0.0.1"
 LOOPBACK_NAMES = ("lo", "lo0")  # Linux, macOS
 # Collectives time out later than the caller does. So the caller can report what every rank does.
 EXTRA_TIMEOUT_S = 30.0
+FREEZE_AFTER = 100  # modules that calls have loaded
 
 
 @dataclass(frozen=True)
@@ -202,11 +203,12 @@ def rank_main(
         threading.Thread(target=_exit_without_caller, args=(connection,), daemon=True).start()
         store = TCPStore(STORE_HOST, store_port, wait_for_workers=False)
         gc.freeze()  # later collections skip what is loaded so far, so they are cheap
+        frozen_at = len(sys.modules)
         while True:
             call = pickle.loads(connection.recv_bytes())
             connection.send_bytes(pickle.dumps(_run(call, rank, world_size, store)))
             connection.recv_bytes()  # every rank has replied, so none needs our connections
-            _clean_up()
+            frozen_at = _clean_up(frozen_at)
             connection.send_bytes(pickle.dumps(b""))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(0)  # the caller is gone
@@ -288,9 +290,22 @@ def _set_filters(filters: list[Any]) -> None:
         warnings.filterwarnings(action, texts[0], category, texts[1], line)
 
 
-def _clean_up() -> None:
-    """Destroy the call's process groups, and collect garbage cycles."""
+def _clean_up(frozen_at: int) -> int:
+    """Destroy the call's process groups, and collect garbage cycles.
+
+    Args:
+        frozen_at: how many modules were loaded when later collections last began to skip objects.
+
+    Returns:
+        The same, as of now.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
     compat.forget_meshes()  # an equal mesh of the next call has other process groups
     gc.collect()
+    # What calls have loaded stays (compilers, most of all), and each later collection would look at
+    # it: 0.1 s. Not after every call: a cycle that is frozen while it is in use is never freed.
+    if len(sys.modules) > frozen_at + FREEZE_AFTER:
+        gc.freeze()
+        return len(sys.modules)
+    return frozen_at

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from greenlet import getcurrent, greenlet
 
 from vescale_fsdp.program.executor import Executor
-from vescale_fsdp.program.order import Bundles, Parcel, Program
+from vescale_fsdp.program.order import Bundles, Program, Sendable
 from vescale_fsdp.program.record import Record, merge
 from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import TRANSITIONS, Lease, Residency, State
@@ -86,9 +86,9 @@ class World:
         return self.answers[number]
 
 
-def parcel_of(unit: int) -> Parcel | None:
+def sendable_of(unit: int) -> Sendable | None:
     """Two of three units are so small that they travel together."""
-    return Parcel(1, "any") if unit % 3 else None
+    return Sendable(1, "any") if unit % 3 else None
 
 
 class Unit(Residency):
@@ -167,7 +167,7 @@ class Group(Reduction):
         self._world, self._rank, self.unit, self._executor = world, rank, unit, executor
         self.number, self._place = unit.index, 0
         self.waiting = 0  # gradients that no reduction has sent yet
-        self.parcel = parcel_of(unit.index)
+        self.sendable = sendable_of(unit.index)
 
     @property
     def has_gradients(self) -> bool:
@@ -198,13 +198,13 @@ class Simulated(Executor):
         self.num_reduced: dict[int, int] = {}  # by group, in the backward that runs
         self.reduces = True
         self._bundles: Bundles | None = None  # of the pass that runs
-        self._letters: dict[int, int] = {}  # by unit: the all-gather that has brought it
+        self._parts: dict[int, int] = {}  # by unit: the all-gather that has brought it
 
     def begin_walk(self, program: Program, *, in_backward: bool) -> None:
-        self._bundles = Bundles(program, parcel_of)
+        self._bundles = Bundles(program, sendable_of)
 
     def end_walk(self) -> None:
-        self._bundles, self._letters = None, {}
+        self._bundles, self._parts = None, {}
 
     def send(self, unit: int) -> int:
         """Issue the all-gather of ``unit``, perhaps with others; returns the place of it."""
@@ -212,9 +212,9 @@ class Simulated(Executor):
         if together != []:
             issued = self.world.gathers[self.rank]
             units = (unit,) if together is None else tuple(together)
-            self._letters.update(dict.fromkeys(units, len(issued)))
+            self._parts.update(dict.fromkeys(units, len(issued)))
             issued.append(units)
-        return self._letters[unit]
+        return self._parts[unit]
 
     def settle(self, mine: Record, timeout_s: float | None) -> Record:
         def together(said: list[object]) -> object:

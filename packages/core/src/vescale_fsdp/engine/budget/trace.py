@@ -218,7 +218,7 @@ class _Call(Call):
     def note(self, event: Event, **more: Any) -> None:
         self._notes.note(event, self.unit, self.number, **more)
 
-    def pre_backward(self) -> None:
+    def pre_backward(self, is_plain: bool | None = None) -> None:
         if self._has_begun:
             return
         self._has_begun = True

@@ -1,4 +1,4 @@
-"""Slot: one parameter of a group, its places in the model, and its ``.grad``.
+"""FSDPParam: one parameter of a group, its places in the model, and its ``.grad``.
 
 A parameter with ``Shard(d)`` (by ``shard_placement_fn``) is stored in the buffer with dimension d
 first, so that a rank's part is contiguous. The parameters that users see are views with dimension d
@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, cast
+from typing import Any, NoReturn, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -51,12 +51,22 @@ Seen: TypeAlias = tuple[Callable[[], torch.Tensor | None], int]
 # On an unsharded parameter, and the sharded one: the id of the former. A copy has another.
 _UNSHARDED = "_vescale_fsdp_unsharded"
 _MAX_NAMED = 3  # parameters in a message; the rest are counted
-_SLOTS: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()  # by id of both
+_FSDP_PARAMS: weakref.WeakValueDictionary[int, FSDPParam] = (
+    weakref.WeakValueDictionary()
+)  # by id of both
+
+
+def _none() -> None:
+    """In place of a weak reference."""
 
 
 @dataclass(eq=False)
-class Slot:
-    """A parameter: the sharded one, the unsharded one, and where they are registered."""
+class FSDPParam:
+    """A parameter: the sharded one, the unsharded one, and where modules have it.
+
+    The sharded one is registered in the modules, the unsharded one only while a user has unsharded
+    it by hand (`substitutes`). What forwards read are views of the unsharded one (`shadows`).
+    """
 
     fqn: str
     sites: list[Site]
@@ -75,6 +85,7 @@ class Slot:
     gathered: nn.Parameter | None = None  # None while the group is on meta
     used: bool = False  # whether a gradient appeared since the last reduction
     attributes: dict[str, Any] = field(default_factory=dict)  # ``vars`` of the sharded one
+    gradients: Callable[[], Any] = _none  # the `reduce.Gradients` that has its gradients
 
     def __post_init__(self) -> None:
         # Whether a gradient of the gathered parameter is what the buffer wants.
@@ -85,7 +96,10 @@ class Slot:
     def hold(self, sharded: nn.Parameter) -> None:
         """Set the sharded parameter, for optimizers and state dicts."""
         self.sharded, self.local = sharded, local_of(sharded)
-        _SLOTS[id(sharded)] = self
+        # Foreach and fused operators on a DTensor of torch raise no version: on a ``Shard(d)``, and
+        # on what gathers itself.
+        self.counts_writes = isinstance(sharded, RaggedTensor | ReplicatedTensor)
+        _FSDP_PARAMS[id(sharded)] = self
         # ``module.to()`` gives the same parameter other attributes, and users give another one.
         _add_attributes(sharded, self.attributes)
         self.attributes = vars(sharded)
@@ -99,19 +113,48 @@ class Slot:
         tensor subclass keeps its own there, and gets what is set now.
         """
         self.gathered = gathered
-        _SLOTS[id(gathered)] = self
+        _FSDP_PARAMS[id(gathered)] = self
         if type(gathered) is nn.Parameter:
             gathered.__dict__ = self.attributes
         else:
             _add_attributes(gathered, self.attributes)
         setattr(gathered, _UNSHARDED, id(gathered))
 
-    def copied(self, sharded: nn.Parameter) -> Slot:
-        """Return a slot for a copy of the sharded parameter, in no module yet.
+    def leaf(self) -> torch.Tensor:
+        """What a graph has of it: the sharded parameter, or an alias, if that has hooks.
+
+        Autograd would call them when it comes to the parameter, without a gradient.
+        """
+        sharded = self.sharded
+        if sharded._backward_hooks or sharded._post_accumulate_grad_hooks:
+            return sharded.detach().requires_grad_()
+        return sharded
+
+    @property
+    def whole(self) -> nn.Parameter:
+        """The unsharded parameter, of a group that was gathered."""
+        assert self.gathered is not None, "it is gathered"
+        return self.gathered
+
+    @property
+    def is_viewed_plainly(self) -> bool:
+        """Whether views are plain tensors, so that they can have the ``__dict__`` of the shard."""
+        return type(self.gathered) is nn.Parameter
+
+    def dress(self, view: torch.Tensor) -> None:
+        """Give a view the attributes of users, and those of an ``nn.Parameter``."""
+        if self.is_viewed_plainly:
+            view.__dict__ = self.attributes
+        else:
+            _add_attributes(view, self.attributes)
+            view._is_param = True
+
+    def copied(self, sharded: nn.Parameter) -> FSDPParam:
+        """Return a fsdp_param for a copy of the sharded parameter, in no module yet.
 
         Both have the same objects as attributes: one may be the model, or not be copied.
         """
-        twin = replace(self, sites=[], gathered=None, used=False, original=_nothing)
+        twin = replace(self, sites=[], gathered=None, used=False, original=_none)
         twin.hold(sharded)
         return twin
 
@@ -185,8 +228,16 @@ class Slot:
             gradient = changed.to(gradient.dtype)
         return gradient
 
+    def refuse_graph(self) -> NoReturn:
+        """Refuse ``create_graph=True`` for the gradient by this parameter."""
+        raise NotImplementedError(
+            f"create_graph=True for the gradient by {self.fqn!r}: vescale_fsdp averages and shards "
+            "gradients by parameters, without a graph. Gradients by inputs can have one: "
+            "torch.autograd.grad(loss, inputs, create_graph=True)"
+        )
+
     def register(self, param: nn.Parameter) -> None:
-        """Register ``param`` in the modules, except where a tie has registered another slot's.
+        """Register ``param`` in the modules, but where a tie has registered another one's.
 
         As in FSDP2, by the module's own ``__setattr__`` if it has one: an LSTM has a list of its
         parameters too.
@@ -217,15 +268,15 @@ class Slot:
         return gradient._version != version and bool(compat.local_tensor(gradient).norm() != 0)
 
     def is_tied_away(self, module: nn.Module, name: str) -> bool:
-        """Whether the sharded parameter of another slot is registered at a site of this one."""
+        """Whether the sharded parameter of another one is registered at a site of this one."""
         param = module._parameters.get(name)
         return param is not None and holder_of(param) not in (None, self)
 
     def registered(self) -> nn.Parameter:
         """The parameter that is registered in the modules now.
 
-        A tensor that is no parameter stands in for one during a call (see `lent`). The parameter of
-        another slot, to which code has tied this one since, is not this slot's.
+        A tensor that is no parameter stands in for one during a call (see `substitutes`). The
+        parameter of another one, to which code has tied this one since, is not this one's.
 
         Raises:
             RuntimeError: none is registered by its name any more.
@@ -294,31 +345,29 @@ class ParamToShard:
         return data.movedim(self.dim, 0) if self.dim else data
 
 
-def _nothing() -> None:
-    """In place of a weak reference: a copy has replaced no parameter."""
-
-
 def gradient_seen(param: torch.Tensor) -> Seen:
     """Return what tells the gradient that a parameter has now from what comes later."""
     gradient = param.grad
-    return (_nothing, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
+    return (_none, 0) if gradient is None else (weakref.ref(gradient), gradient._version)
 
 
-def holder_of(param: torch.Tensor) -> Slot | None:
-    """Return the slot of which ``param`` is the sharded parameter."""
-    slot = _SLOTS.get(id(param))
-    return slot if slot is not None and slot.sharded is param else None
+def holder_of(param: torch.Tensor) -> FSDPParam | None:
+    """Return the fsdp_param of which ``param`` is the sharded parameter."""
+    fsdp_param = _FSDP_PARAMS.get(id(param))
+    return fsdp_param if fsdp_param is not None and fsdp_param.sharded is param else None
 
 
-def slot_of(param: torch.Tensor) -> Slot | None:
-    """Return the slot of which ``param`` is the sharded or the unsharded parameter."""
-    slot = _SLOTS.get(id(param))
-    is_one = slot is not None and (param is slot.sharded or param is slot.gathered)
-    return slot if is_one else None
+def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:
+    """Return the fsdp_param of which ``param`` is the sharded or the unsharded parameter."""
+    fsdp_param = _FSDP_PARAMS.get(id(param))
+    is_one = fsdp_param is not None and (
+        param is fsdp_param.sharded or param is fsdp_param.gathered
+    )
+    return fsdp_param if is_one else None
 
 
 def is_unsharded(param: torch.Tensor) -> bool:
-    """Whether ``param`` is the unsharded parameter of a slot. It is faster than `slot_of`."""
+    """Whether ``param`` is an unsharded parameter. It is faster than `fsdp_param_of`."""
     return vars(param).get(_UNSHARDED) == id(param)
 
 
@@ -326,7 +375,7 @@ def was_sharded(param: torch.Tensor) -> bool:
     """Whether ``param`` is a parameter of a unit, or a copy of a sharded one."""
     is_copy = isinstance(param, RaggedTensor | ReplicatedTensor)
     is_copy = is_copy or (isinstance(param, DTensor) and NAME in vars(param))
-    return is_copy or slot_of(param) is not None
+    return is_copy or fsdp_param_of(param) is not None
 
 
 def listed(names: Sequence[str]) -> str:
@@ -335,10 +384,10 @@ def listed(names: Sequence[str]) -> str:
     return shown + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
 
 
-def flags_of(slots: Sequence[Slot]) -> list[bool]:
+def flags_of(fsdp_params: Sequence[FSDPParam]) -> list[bool]:
     """Return ``requires_grad`` of the sharded parameters."""
     with compat.without_torch_function():
-        return [slot.sharded.requires_grad for slot in slots]
+        return [fsdp_param.sharded.requires_grad for fsdp_param in fsdp_params]
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:
@@ -383,74 +432,80 @@ def same_memory(param: torch.Tensor, view: torch.Tensor) -> bool:
     )
 
 
-def checked_local(param: nn.Parameter, slot: Slot) -> torch.Tensor:
+def checked_local(param: nn.Parameter, fsdp_param: FSDPParam) -> torch.Tensor:
     """The local part of a parameter that has replaced the sharded one, or been converted.
 
-    Collective where that has other placements: it is redistributed to those of the slot.
+    Collective where that has other placements: it is redistributed to those of the fsdp_param.
 
     Raises:
         ValueError: it is no DTensor, or one of another shape, or of other placements on another
             mesh.
     """
-    expected = f"of shape {tuple(slot.spec.shape)} with {slot.spec.placements}"
+    expected = f"of shape {tuple(fsdp_param.spec.shape)} with {fsdp_param.spec.placements}"
     if not isinstance(param, DTensor):
         # That it is the same on every rank is not known here, and would take a comparison.
         raise ValueError(
-            f"parameter {slot.fqn!r} was replaced by a plain tensor of shape {tuple(param.shape)}; "
-            f"expected a DTensor {expected}. Load it into the existing parameter (assign=False), "
-            "or give it to distribute_tensor with the mesh of that one"
+            f"parameter {fsdp_param.fqn!r} was replaced by a plain tensor of shape "
+            f"{tuple(param.shape)}; expected a DTensor {expected}. Load it into the existing "
+            "parameter (assign=False), or give it to distribute_tensor with the mesh of that one"
         )
-    if param.shape != slot.spec.shape:
+    if param.shape != fsdp_param.spec.shape:
         raise ValueError(
-            f"parameter {slot.fqn!r} was replaced by one of shape {tuple(param.shape)}; expected "
-            f"one {expected}. Call fully_shard after the shapes are final"
+            f"parameter {fsdp_param.fqn!r} was replaced by one of shape {tuple(param.shape)}; "
+            f"expected one {expected}. Call fully_shard after the shapes are final"
         )
-    if param.placements == slot.spec.placements:
+    if param.placements == fsdp_param.spec.placements:
         return local_of(param)
     if param.is_meta:
-        return torch.empty(slot.local.shape, dtype=param.dtype, device="meta")
-    if param.device_mesh != slot.spec.mesh:
+        return torch.empty(fsdp_param.local.shape, dtype=param.dtype, device="meta")
+    if param.device_mesh != fsdp_param.spec.mesh:
         raise ValueError(
-            f"parameter {slot.fqn!r} was replaced by one on {param.device_mesh} with "
-            f"{param.placements}; expected one on {slot.spec.mesh}, {expected}. Give its "
+            f"parameter {fsdp_param.fqn!r} was replaced by one on {param.device_mesh} with "
+            f"{param.placements}; expected one on {fsdp_param.spec.mesh}, {expected}. Give its "
             "full_tensor() to distribute_tensor with that mesh"
         )
     whole = cast(DTensor, param.detach())
-    return local_of(whole.redistribute(placements=slot.spec.placements))
+    return local_of(whole.redistribute(placements=fsdp_param.spec.placements))
 
 
-def refuse_methods(slot: Slot) -> None:
+def refuse_methods(fsdp_param: FSDPParam) -> None:
     """Raise if the local part was told, too late, to gather itself."""
-    if hasattr(slot.local, "fsdp_pre_all_gather"):
+    if hasattr(fsdp_param.local, "fsdp_pre_all_gather"):
         raise NotImplementedError(
-            f"the local part of parameter {slot.fqn!r} was given fsdp_pre_all_gather, but it lies "
-            "in a flat buffer, which is gathered as it is. Make the parameter a tensor subclass "
-            "before fully_shard: its local part may be given the methods until the first forward"
+            f"the local part of parameter {fsdp_param.fqn!r} was given fsdp_pre_all_gather, but it "
+            "lies in a flat buffer, which is gathered as it is. Make the parameter a tensor "
+            "subclass before fully_shard: its local part may be given the methods until the first "
+            "forward"
         )
 
 
-def publish(slots: Sequence[Slot], locals_: Iterable[torch.Tensor], gets: Iterable[bool]) -> None:
+def publish(
+    fsdp_params: Sequence[FSDPParam], locals_: Iterable[torch.Tensor], gets: Iterable[bool]
+) -> None:
     """Set, or add to, the gradients of those that get one, and call the hooks on them.
+
+    A gradient is a new tensor in each step, as in FSDP2: what users have set on one, and those who
+    hold it, must not meet the next one.
 
     Args:
         locals_: this rank's part of each reduced gradient, flat.
     """
-    hooked: list[Slot] = []
+    hooked: list[FSDPParam] = []
     with compat.without_torch_function():
-        for slot, local, gets_one in zip(slots, locals_, gets, strict=True):
+        for fsdp_param, local, gets_one in zip(fsdp_params, locals_, gets, strict=True):
             if not gets_one:
                 continue
-            param = slot.sharded
+            param = fsdp_param.sharded
             former = param.grad
             if former is None:
-                param.grad = slot.wrap(local)
+                param.grad = fsdp_param.wrap(local)
             else:
-                local_of(former).add_(local_of(slot.wrap(local)))
+                local_of(former).add_(local_of(fsdp_param.wrap(local)))
             if param._post_accumulate_grad_hooks:
-                hooked.append(slot)
-    for slot in hooked:
-        for hook in (slot.sharded._post_accumulate_grad_hooks or {}).values():
-            hook(slot.sharded)
+                hooked.append(fsdp_param)
+    for fsdp_param in hooked:
+        for hook in (fsdp_param.sharded._post_accumulate_grad_hooks or {}).values():
+            hook(fsdp_param.sharded)
 
 
 def carry(source: nn.Parameter, target: nn.Parameter) -> None:
@@ -469,11 +524,11 @@ def carry(source: nn.Parameter, target: nn.Parameter) -> None:
 def attributes_of(param: nn.Parameter) -> dict[str, Any]:
     """Return what users have set on a parameter, such as that it has no weight decay."""
     # A subclass has its own attributes there, also tensors; those are on what it is detached to.
-    own = vars(param.detach()) if compat.is_wrapper(param) else {}
+    own: dict[str, Any] = vars(param.detach()) if compat.is_wrapper(param) else {}
     return {name: value for name, value in vars(param).items() if name not in own}
 
 
-def _add_attributes(param: nn.Parameter, attributes: Mapping[str, Any]) -> None:
+def _add_attributes(param: torch.Tensor, attributes: Mapping[str, Any]) -> None:
     """Set attributes of users that ``param`` does not have."""
     own = vars(param)
     own.update({n: value for n, value in _of_users(attributes).items() if n not in own})

@@ -1,0 +1,14 @@
+"""What the files of questions have in common: the start of ranks, for all cases of a file."""
+
+from __future__ import annotations
+
+import pytest
+
+from .asking import Outcomes
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Outcomes:
+    """The answers to the cases of a file, by its ``answers``, on ``WORLD_SIZE`` ranks (2)."""
+    world_size = getattr(request.module, "WORLD_SIZE", 2)
+    return Outcomes(request, request.module.answers, world_size)
