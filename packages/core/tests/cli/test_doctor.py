@@ -54,6 +54,7 @@ def test_it_passes_here_and_fits_a_screen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     run_ranks(nothing, 2)  # the ranks stay for other tests, and so do their files
+    capsys.readouterr()  # what threads of earlier tests have written to them since
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", loopback())
     monkeypatch.setenv("COLUMNS", "80")
