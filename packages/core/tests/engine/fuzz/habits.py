@@ -164,12 +164,15 @@ class Habits(Player):
 
     def pass_parameters(self, rank: int) -> None:
         """A backward that is told which parameters to train."""
-        self.loss(rank).backward(inputs=self.trainable())
+        # Of no use where a rank's graph has none of them (docs/coming-from-fsdp2.md): the others
+        # wait for it.
+        self.loss(rank).backward(inputs=self.trainable() if self.space["IS_THE_SAME"] else None)
 
     def pass_gradients(self, rank: int) -> None:
         """Gradients that are looked at, before the backward."""
         loss = self.loss(rank)
-        torch.autograd.grad(loss, self.trainable(), retain_graph=True, allow_unused=True)
+        if self.space["IS_THE_SAME"]:  # as in `pass_parameters`
+            torch.autograd.grad(loss, self.trainable(), retain_graph=True, allow_unused=True)
         loss.backward()
 
     def pass_penalty(self, rank: int) -> None:

@@ -118,6 +118,7 @@ def _executed(program: str) -> dict[str, Any]:
     space: dict[str, Any] = {"__name__": "case"}
     exec(compile(program, "<case>", "exec", dont_inherit=True), space)
     space["STEPS"] = [Step(**step) for step in space["STEPS"]]
+    space["IS_THE_SAME"] = "now.rank" not in program  # whether ranks run the same modules
     return space
 
 
