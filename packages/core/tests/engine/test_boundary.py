@@ -147,6 +147,30 @@ def test_gradients_of_inputs_are_those_of_the_plain_model() -> None:
     run_ranks(check_input_gradients, 2, timeout_s=TIMEOUT_S)
 
 
+class OnTheFirstRank(models.Backwards):
+    """On the others it returns its input: none of its modules runs there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if dist.get_rank() == 0 else x
+
+
+def check_input_that_is_the_output() -> None:
+    """The backward of a rank that has run nothing takes part in the reductions of the others."""
+    ours, plain = make(OnTheFirstRank), make(OnTheFirstRank)
+    shard_units(ours, units_of(ours))
+    for step in range(3):
+        for model in (ours, plain):
+            model.zero_grad()
+            x = my_inputs(step).requires_grad_()
+            model(x).square().mean().backward()
+            assert x.grad is not None
+        assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
+
+
+def test_a_rank_may_return_its_input() -> None:
+    run_ranks(check_input_that_is_the_output, 2, timeout_s=TIMEOUT_S)
+
+
 def check_evaluation_between_steps(mode: Callable[[], Any]) -> None:
     ours, plain = make(MLP), make(MLP)
     shard_units(ours, ours.layers)

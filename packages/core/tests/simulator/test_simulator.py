@@ -19,7 +19,7 @@ TIMEOUT_S = 100
 AT_EACH_CHANGE = {
     *("default", "zero1", "checkpointing", "hsdp", "optimizer on a stream", "quantized"),
     *("one rank", "branch on a stream", "a unit on two streams", "steps on another stream"),
-    *("offload", "hsdp_zero1", "kept after forward"),
+    *("offload", "hsdp_zero1", "Shard(1)"),
 }
 COPIES_LAST = ORDERS[3]
 MORE_ORDERS = [ORDERS[0], COPIES_LAST, *MORE]  # for all scenarios: nightly

@@ -18,7 +18,9 @@ A unit that returns several tensors may have computed one from another: logits f
 The caller's hooks on the hidden state must see what comes back through the logits, so it cannot be
 an alias. So of several outputs, the nodes that made them are watched instead: backward unshards the
 parameters before the first of these nodes runs. An input that is returned as it is, beside others,
-is the caller's tensor again. So is a leaf that forward has made: no backward goes through it.
+is the caller's tensor again. So is a leaf that forward has made: no backward goes through it. A
+model that has left out all of its modules returns a leaf of the caller: backward goes through that,
+as it visits these modules on other ranks.
 
 With ``create_graph=True`` the gradients of the inputs have a graph, which reads the parameters
 too. Behind `PostBackward` a backward that reaches these gradients begins that of the call again. It
@@ -63,7 +65,8 @@ class Call(ABC):
         self.nodes: list[weakref.ref[Any]] = []  # of its parameters (`gather`)
         self.makes_graph = False  # whether the backward that runs makes one of gradients
         self.takes_gradients = False  # whether an input wants a gradient
-        self.given: Sequence[torch.Tensor] = ()  # the inputs that do, until the forward ends
+        # The inputs that do, until the forward ends; beside nodes only those of the outermost one.
+        self.given: Sequence[torch.Tensor] = ()
         self.handed_back: list[weakref.ref[torch.Tensor]] = []  # those that are outputs too
 
     @abstractmethod
@@ -173,15 +176,20 @@ def leave_again(
 def _is_elsewhere(call: Call, tensor: torch.Tensor) -> bool:
     """Whether no backward through an output needs the unit."""
     if tensor.is_leaf:
-        return not isinstance(tensor, nn.Parameter)
+        return not (isinstance(tensor, nn.Parameter) or _is_given(call, tensor))
     return bool(call.handed_back) and any(each() is tensor for each in call.handed_back)
 
 
 def _given(call: Call, tensor: torch.Tensor) -> torch.Tensor | None:
     """The caller's tensor, if an output is an input of the unit, as it was."""
     node = tensor.grad_fn
-    is_input = isinstance(node, _PostBackward._backward_cls) and _is_of(call, node)
-    return call.given[tensor.output_nr] if is_input and call.given else None
+    if isinstance(node, _PostBackward._backward_cls) and _is_of(call, node):
+        return call.given[tensor.output_nr] if call.given else None
+    return tensor if tensor.is_leaf and _is_given(call, tensor) else None
+
+
+def _is_given(call: Call, tensor: torch.Tensor) -> bool:
+    return any(tensor is each for each in call.given)
 
 
 _CALLS = "vescale_fsdp calls"  # in the metadata of a node: those that returned its tensor
