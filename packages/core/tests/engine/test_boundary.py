@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed.fsdp import register_fsdp_forward_method as register_with_torch
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import fully_shard, register_fsdp_forward_method
@@ -154,10 +155,23 @@ class OnTheFirstRank(models.Backwards):
         return super().forward(x) if dist.get_rank() == 0 else x
 
 
-def check_input_that_is_the_output() -> None:
-    """The backward of a rank that has run nothing takes part in the reductions of the others."""
-    ours, plain = make(OnTheFirstRank), make(OnTheFirstRank)
-    shard_units(ours, units_of(ours))
+class InsideOnTheFirstRank(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = OnTheFirstRank()
+
+    @property
+    def units(self) -> Iterable[nn.Module]:
+        return [*self.inner.units, self.inner]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+def check_input_that_is_the_output(model_class: type[nn.Module]) -> None:
+    """The backward of a rank that has run nothing does what that of the others does."""
+    ours, plain = make(model_class), make(model_class)
+    shard_units(ours, units_of(ours), reshard_after_forward=True)
     for step in range(3):
         for model in (ours, plain):
             model.zero_grad()
@@ -167,8 +181,9 @@ def check_input_that_is_the_output() -> None:
         assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
 
 
-def test_a_rank_may_return_its_input() -> None:
-    run_ranks(check_input_that_is_the_output, 2, timeout_s=TIMEOUT_S)
+@pytest.mark.parametrize("model_class", [OnTheFirstRank, InsideOnTheFirstRank])
+def test_a_rank_may_return_its_input(model_class: type[nn.Module]) -> None:
+    run_ranks(check_input_that_is_the_output, 2, model_class, timeout_s=TIMEOUT_S)
 
 
 def check_evaluation_between_steps(mode: Callable[[], Any]) -> None:
@@ -232,6 +247,76 @@ class CheckpointedUnit(nn.Module):
 @pytest.mark.parametrize("inside", [False, True])
 def test_activation_checkpointing_keeps_the_gradients(inside: bool, use_reentrant: bool) -> None:
     run_ranks(check_model, 2, Checkpointed, inside, use_reentrant, timeout_s=TIMEOUT_S)
+
+
+class SeveralCheckpointed(nn.Module):
+    """Of what a reentrant checkpoint runs, nothing is in the graph of the outputs."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__()
+        self.units, self.keeps = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), keeps
+
+    def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+        first = checkpoint(self.units[0], x, use_reentrant=True)
+        y = checkpoint(self.units[1], first, use_reentrant=True)
+        return {"y": y, "first": first} if self.keeps else {"y": y + first, "x": x}
+
+
+def check_several_checkpointed(keeps: bool, is_root: bool) -> None:
+    ours, plain = make(SeveralCheckpointed, keeps), make(SeveralCheckpointed, keeps)
+    shard_units(ours, [] if is_root else ours.units)
+    for step in range(3):
+        for model in (ours, plain):
+            model.zero_grad()
+            out = model(my_inputs(step).requires_grad_())
+            sum(each.square().mean() for each in out.values()).backward()
+        assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_reentrant_checkpoints_may_make_several_outputs(keeps: bool, is_root: bool) -> None:
+    run_ranks(check_several_checkpointed, 2, keeps, is_root, timeout_s=TIMEOUT_S)
+
+
+class HandsOn(nn.Module):
+    """Returns its input beside the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x)), x
+
+
+class Hands(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([HandsOn(), HandsOn()])
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x, before = unit(x)
+            x = x + before
+        return self.head(x)
+
+
+def check_gathers_of_a_backward() -> None:
+    """What a unit hands on is of the unit before: its node is no beginning of the backward."""
+    model = make(Hands)
+    shard_units(model, units_of(model))
+    for step in range(3):
+        loss = model(my_inputs(step).requires_grad_()).square().mean()
+        with CommDebugMode() as comms:
+            loss.backward()
+    gathers = [n for name, n in comms.get_comm_counts().items() if "gather" in str(name)]
+    assert sum(gathers) == 2, comms.get_comm_counts()
+
+
+def test_a_unit_that_hands_on_its_input_is_gathered_once() -> None:
+    run_ranks(check_gathers_of_a_backward, 2, timeout_s=TIMEOUT_S)
 
 
 class WithMethod(MLP):

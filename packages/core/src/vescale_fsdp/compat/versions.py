@@ -113,6 +113,23 @@ def will_run(node: Any) -> bool | None:
         return None
 
 
+def runs_all() -> bool:
+    """Whether the backward runs all nodes behind its current one, as one without ``inputs`` does.
+
+    Cost: a look at each of these nodes, up to the first that it does not run.
+    """
+    waiting: list[Any] = [_C._current_autograd_node()]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is not None and not will_run(node):
+            return False
+        new = {each for each, _ in node.next_functions} - seen if node is not None else ()
+        seen.update(new)
+        waiting += new
+    return True
+
+
 def apply_outside(function: Any, *args: Any) -> Any:
     """Apply an autograd function to tensors that no transformation of ``torch.func`` has wrapped.
 

@@ -19,8 +19,8 @@ The caller's hooks on the hidden state must see what comes back through the logi
 an alias. So of several outputs, the nodes that made them are watched instead: backward unshards the
 parameters before the first of these nodes runs. An input that is returned as it is, beside others,
 is the caller's tensor again. So is a leaf that forward has made: no backward goes through it. A
-model that has left out all of its modules returns a leaf of the caller: backward goes through that,
-as it visits these modules on other ranks.
+unit that has left out all of its modules may return a leaf of the caller: backward goes through
+that, as it visits these modules on other ranks.
 
 With ``create_graph=True`` the gradients of the inputs have a graph, which reads the parameters
 too. Behind `PostBackward` a backward that reaches these gradients begins that of the call again. It
@@ -65,8 +65,8 @@ class Call(ABC):
         self.nodes: list[weakref.ref[Any]] = []  # of its parameters (`gather`)
         self.makes_graph = False  # whether the backward that runs makes one of gradients
         self.takes_gradients = False  # whether an input wants a gradient
-        # The inputs that do, until the forward ends; beside nodes only those of the outermost one.
-        self.given: Sequence[torch.Tensor] = ()
+        self.given: Sequence[torch.Tensor] = ()  # the inputs that do, until the forward ends
+        self.inputs: Any = ()  # of a unit with nodes, until then: where to look for them
         self.handed_back: list[weakref.ref[torch.Tensor]] = []  # those that are outputs too
 
     @abstractmethod
@@ -124,7 +124,11 @@ def leave(call: Call, value: Any, copies: Copies | None = None) -> tuple[Any, bo
     tensors: list[torch.Tensor] = []
     old: list[torch.Tensor] = []  # inputs that are returned as they are, and the caller's tensors
     new: list[torch.Tensor] = []
-    for tensor in tensors_requiring_grad((value, put) if put else value):
+    found = tensors_requiring_grad((value, put) if put else value)
+    # One that is alone passes the boundary, whoever made it.
+    if call.inputs and (len(found) > 1 or (found and found[0].is_leaf)):
+        call.given = tensors_requiring_grad(call.inputs)
+    for tensor in found:
         if _is_elsewhere(call, tensor):
             continue
         given = _given(call, tensor)
@@ -133,7 +137,7 @@ def leave(call: Call, value: Any, copies: Copies | None = None) -> tuple[Any, bo
         else:
             old.append(tensor)
             new.append(given)
-    call.given = ()
+    call.given = call.inputs = ()
     if tensors:
         call.handed_back += map(weakref.ref, new)
     elif old:  # the unit was skipped: a backward visits it all the same, as on other ranks
@@ -185,7 +189,7 @@ def _given(call: Call, tensor: torch.Tensor) -> torch.Tensor | None:
     node = tensor.grad_fn
     if isinstance(node, _PostBackward._backward_cls) and _is_of(call, node):
         return call.given[tensor.output_nr] if call.given else None
-    return tensor if tensor.is_leaf and _is_given(call, tensor) else None
+    return tensor if _is_given(call, tensor) else None
 
 
 def _is_given(call: Call, tensor: torch.Tensor) -> bool:

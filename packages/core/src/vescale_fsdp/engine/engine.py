@@ -328,7 +328,10 @@ class Engine(Executor):
         # One that gathers itself need not have the view that tells its node.
         shards = (each.sharded for each in waiting if each.counts_writes)
         trained = (shard for shard in shards if shard.requires_grad)
-        return not any(compat.will_run(get_gradient_edge(shard).node) for shard in trained)
+        if any(compat.will_run(get_gradient_edge(shard).node) for shard in trained):
+            return False
+        # Of what a reentrant checkpoint has run, the nodes are in no graph before it runs again.
+        return is_plain is False or not compat.runs_all()
 
     def _note_root(self) -> None:
         root = self._units[0]()

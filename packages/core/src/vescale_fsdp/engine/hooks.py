@@ -312,8 +312,8 @@ def pre_forward(
     _use_substitutes(unit)
     if not call.nodes:
         args, kwargs = boundary.enter(call, (args, kwargs), copies)
-    elif is_first:
-        call.given = tensors_requiring_grad((args, kwargs))
+    else:
+        call.inputs = args, kwargs
     unit.open_calls.add(call)
     if unit.offloads_activations:
         call.kept = engine.activations.begin(unit, engine.units(), call.pass_number)

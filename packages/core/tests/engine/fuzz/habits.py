@@ -72,10 +72,15 @@ class Habits(Player):
 
     def event_scale(self, path: str) -> None:
         """Gradients that reach an output are scaled, of each output in another way."""
+        # Of an output that is cast, or an input that is returned as it is, the caller has another
+        # tensor than forward, as with FSDP2: a hook on it sees less.
+        casts = self.space["CASTS_OUTPUTS"]
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
-            for number, each in enumerate(tree_leaves(output)):
-                if isinstance(each, Tensor) and each.requires_grad:
+            inputs = {each.data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
+            for number, each in enumerate(tree_leaves(output)[: 1 if casts else None]):
+                is_input = isinstance(each, Tensor) and each.data_ptr() in inputs
+                if isinstance(each, Tensor) and each.requires_grad and not is_input:
                     each.register_hook(lambda g, factor=0.5 + number: factor * g)
 
         self.model.get_submodule(path).register_forward_hook(hook)
@@ -164,14 +169,14 @@ class Habits(Player):
 
     def pass_parameters(self, rank: int) -> None:
         """A backward that is told which parameters to train."""
-        # Of no use where a rank's graph has none of them (docs/coming-from-fsdp2.md): the others
-        # wait for it.
-        self.loss(rank).backward(inputs=self.trainable() if self.space["IS_THE_SAME"] else None)
+        # Of no use where a rank's graph has none of them (docs/coming-from-fsdp2.md).
+        shows = self.space["SHOWS_PARAMETERS"]
+        self.loss(rank).backward(inputs=self.trainable() if shows else None)
 
     def pass_gradients(self, rank: int) -> None:
         """Gradients that are looked at, before the backward."""
         loss = self.loss(rank)
-        if self.space["IS_THE_SAME"]:  # as in `pass_parameters`
+        if self.space["SHOWS_PARAMETERS"]:
             torch.autograd.grad(loss, self.trainable(), retain_graph=True, allow_unused=True)
         loss.backward()
 

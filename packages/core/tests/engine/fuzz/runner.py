@@ -118,7 +118,9 @@ def _executed(program: str) -> dict[str, Any]:
     space: dict[str, Any] = {"__name__": "case"}
     exec(compile(program, "<case>", "exec", dont_inherit=True), space)
     space["STEPS"] = [Step(**step) for step in space["STEPS"]]
-    space["IS_THE_SAME"] = "now.rank" not in program  # whether ranks run the same modules
+    # Whether the graph of each rank has all parameters that are used on any.
+    shows = "now.rank" not in program and "use_reentrant=True" not in program
+    space["SHOWS_PARAMETERS"], space["CASTS_OUTPUTS"] = shows, "output_dtype" in program
     return space
 
 
