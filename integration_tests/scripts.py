@@ -16,14 +16,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from vescale_fsdp.testing import free_port, run_ranks
+from vescale_fsdp.testing import run_ranks
 
 
 def run_script(script: Path, *arguments: str, processes: int = 2, cwd: Path) -> str:
     """What the script prints on so many processes, which work in the directory `cwd`."""
+    # As the agent of torchrun it is here, so that no other process takes its port meanwhile.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with contextlib.redirect_stderr(io.StringIO()) as output, warnings.catch_warnings():
         warnings.simplefilter("default")  # ranks have the filters of the caller
-        run_ranks(_run, processes, script, arguments, cwd, free_port(), timeout_s=280)
+        run_ranks(_run, processes, script, arguments, cwd, store.port, timeout_s=280)
     return output.getvalue()
 
 
@@ -32,6 +34,7 @@ def _run(script: Path, arguments: tuple[str, ...], cwd: Path, port: int) -> None
     dist.destroy_process_group()  # the script makes its own
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "COLUMNS": "120"}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     os.chdir(cwd)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
