@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import vescale_fsdp
+from vescale_fsdp.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import Steps, check, random_tokens

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
 
 import vescale_fsdp
+from vescale_fsdp.ragged import distribute_tensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import Steps, check, random_tokens
@@ -116,6 +116,7 @@ def fill_adapters(model: torch.nn.Module) -> None:
 def run(root: Path, engine: str, kind: str, *, resume: bool = False) -> None:
     swapped = {"vescale": vescale_fsdp.fully_shard, "fsdp2": fully_shard}[engine]
     torchtune.training._distributed.fully_shard = swapped
+    torchtune.training._distributed.distribute_tensor = distribute_tensor  # it loads by this one
     config = make_config(root, engine, kind, resume=resume)
     module = load_recipe(f"{kind}_finetune_distributed")
     names = {"full": "FullFinetuneRecipeDistributed", "lora": "LoRAFinetuneRecipeDistributed"}

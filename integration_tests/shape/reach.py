@@ -96,17 +96,17 @@ def use_of_torch() -> dict[str, list[str]]:
     import torch.distributed.fsdp
     import torch.distributed.pipelining
     from torch import nn
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        set_model_state_dict,
-    )
 
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", f"file://{folder}/store", rank=0, world_size=1)
         before = hooks()
         import vescale_fsdp
         from vescale_fsdp import checkpoint, optim
+        from vescale_fsdp.checkpoint.state_dict import (
+            StateDictOptions,
+            get_model_state_dict,
+            set_model_state_dict,
+        )
 
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
         for layer in model:

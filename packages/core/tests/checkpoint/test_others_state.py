@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from vescale_fsdp import CheckpointExistsError, checkpoint, fully_shard
+from vescale_fsdp.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from vescale_fsdp.testing import run_ranks
 
 ROWS = ["zero3", "zero1", "ddp"]

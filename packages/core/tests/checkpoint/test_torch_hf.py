@@ -1,6 +1,7 @@
 """HuggingFaceStorageWriter and HuggingFaceStorageReader of torch.distributed.checkpoint.
 
-A rank's part of a parameter may be several boxes. Torch's safetensors files hold one per name.
+A rank's part of a parameter may be several boxes. Torch's safetensors files hold one per name, so
+`SavePlanner` moves such a parameter to ``Shard(0)``, and without it the writer raises.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.api import CheckpointException
 
 from vescale_fsdp import Granularity, fully_shard
+from vescale_fsdp.checkpoint import SavePlanner
 from vescale_fsdp.testing import run_ranks
 
 
 class Net(nn.Module):
-    """Parameters of 0 to 4 dimensions; no number of rows is divisible by 2 or 3."""
+    """Parameters of 1 to 4 dimensions; no number of rows is divisible by 2 or 3."""
 
     def __init__(self, first: float = 1.0) -> None:
         super().__init__()
         self.linear = nn.Linear(13, 7)
         self.conv = nn.Conv2d(3, 5, 3)
-        self.scale = nn.Parameter(torch.tensor(0.0))
         self.cube = nn.Parameter(torch.zeros(3, 5, 7, dtype=torch.bfloat16))
         self.register_buffer("mean", torch.zeros(3))
         for value in self.state_dict().values():  # different numbers, small enough for bfloat16
@@ -58,7 +59,7 @@ def save(path: Path, consolidate: bool, granularity: Granularity | None = None) 
     writer = HuggingFaceStorageWriter(
         str(path), files, thread_count=2, save_distributed=True, enable_consolidation=consolidate
     )
-    dcp.save(net.state_dict(), storage_writer=writer)
+    dcp.save(net.state_dict(), storage_writer=writer, planner=SavePlanner())
 
 
 def load(*paths: Path) -> None:
@@ -85,7 +86,6 @@ def test_files_have_all_of_each_parameter(tmp_path: Path, world_size: int) -> No
     run_ranks(save, world_size, tmp_path, True)
     assert_state(weights(tmp_path))
     shards = tmp_path / "sharded"
-    assert any("-box-" in each.name for each in shards.iterdir())  # else it tests nothing
     load_plain(tmp_path)
     load_plain(shards)
     run_ranks(load, 5 - world_size, tmp_path, shards)
@@ -98,23 +98,46 @@ def test_without_consolidation(tmp_path: Path) -> None:
     run_ranks(load, 2, tmp_path)
 
 
-def save_twice(path: Path) -> None:
-    save(path, True)
-    save(path, True, Granularity.whole())
+class Number(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
 
 
-def test_a_later_save_leaves_no_boxes_of_an_earlier_one(tmp_path: Path) -> None:
-    run_ranks(save_twice, 2, tmp_path)
-    assert not [each.name for each in (tmp_path / "sharded").iterdir() if "-box-" in each.name]
-    assert_state(weights(tmp_path))
+def what_is_lost(path: Path) -> None:
+    """The writer raises, on all ranks and before it writes, where it would lose a part."""
+
+    def refused(model: nn.Module, words: str, planner: bool = False, **options: bool) -> None:
+        writer = HuggingFaceStorageWriter(str(path), **options)
+        with pytest.raises(CheckpointException, match=words):
+            dcp.save(
+                model.state_dict(),
+                storage_writer=writer,
+                planner=SavePlanner() if planner else None,
+            )
+        assert not [*path.rglob("*.safetensors")]
+        dist.barrier()
+
+    net = sharded(Net())
+    refused(
+        net, r"several boxes.*planner=vescale_fsdp\.checkpoint\.SavePlanner", save_distributed=True
+    )
+    refused(sharded(Net(), Granularity.rows(1)), "several ranks|several boxes")
+    refused(
+        fully_shard(Number()),
+        "no dimensions",
+        planner=True,
+        save_distributed=True,
+        enable_consolidation=True,
+    )
+
+
+def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
+    run_ranks(what_is_lost, 2, tmp_path)
 
 
 def save_into_one_file(path: Path) -> None:
     net = sharded(Net())
-    with pytest.raises(CheckpointException, match="save_distributed=True"):
-        dcp.save(net.state_dict(), storage_writer=HuggingFaceStorageWriter(str(path)))
-    assert not [*path.iterdir()]
-    dist.barrier()
     full = whole(net)
     if dist.get_rank() == 0:
         writer = HuggingFaceStorageWriter(str(path))
@@ -123,7 +146,7 @@ def save_into_one_file(path: Path) -> None:
         assert_state(weights(path))
 
 
-def test_ranks_do_not_write_into_one_file(tmp_path: Path) -> None:
+def test_one_rank_writes_the_whole(tmp_path: Path) -> None:
     run_ranks(save_into_one_file, 2, tmp_path)
 
 

@@ -13,11 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -31,6 +26,11 @@ from vescale_fsdp import (
     fully_shard,
 )
 from vescale_fsdp.backends import Detour, backend_name
+from vescale_fsdp.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.optim import SOAP, Muon, OptimizerGroup, Shampoo

@@ -14,11 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -29,6 +24,11 @@ from torch.distributed.tensor.parallel import (
 from torch.optim import AdamW
 
 from vescale_fsdp import Granularity, PlanError, RaggedShard, checkpoint, combine, fully_shard
+from vescale_fsdp.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from vescale_fsdp.optim import AdamW8bit, adamw8bit
 from vescale_fsdp.ragged import RaggedTensor
 from vescale_fsdp.testing import run_ranks

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+
+from vescale_fsdp import RaggedShard, fully_shard
+from vescale_fsdp.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
-
-from vescale_fsdp import RaggedShard, fully_shard
 from vescale_fsdp.optim.base import (
     Group,
     Params,

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.optim import SGD, Adam, AdamW, Optimizer, adam
 
 from vescale_fsdp import Granularity, fully_shard
+from vescale_fsdp.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from vescale_fsdp.optim import flat as space
 from vescale_fsdp.optim import flatten_
 from vescale_fsdp.testing import run_ranks

@@ -13,10 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -28,6 +24,10 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard, checkpoint, fully_shard
+from vescale_fsdp.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+)
 from vescale_fsdp.optim import Muon, muon
 from vescale_fsdp.optim.muon import Plan
 from vescale_fsdp.program import ZERO_TABLE

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from vescale_fsdp import Granularity, checkpoint, combine, fully_shard
+from vescale_fsdp.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from vescale_fsdp.optim import AdamW8bit, OptimizerGroup, split_named_params
 from vescale_fsdp.testing import run_ranks
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from vescale_fsdp import Granularity, RaggedShard, checkpoint, fully_shard
+from vescale_fsdp.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from vescale_fsdp.optim import SOAP, Shampoo
 from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .redistribution import (
@@ -132,7 +133,7 @@ def check_tensor_parallel_layer() -> None:
         mine = storage[:length] if grid.get_local_rank("data") == 0 else storage[length:]
         x = RaggedTensor.from_local(mine, grid, [cut, Shard(dim)], shape=(6, 4))
         assert same_bits(x.full_tensor(), whole)
-        gathered = x.redistribute(placements=[Replicate(), Shard(dim)])
+        gathered = redistribute(x, placements=[Replicate(), Shard(dim)])
         assert same_bits(gathered.to_local(), tensor_parallel.to_local())
 
 
@@ -171,7 +172,7 @@ def check_walk(shape: Shape) -> None:
             other = ragged[(index * 7 + step) % len(ragged)]
             between = plain[(index + step) % len(plain)]
             for target in (other, between, ragged[index]):
-                x = x.redistribute(placements=target)
+                x = redistribute(x, placements=target)
                 assert_laid_out(x, whole, grid, target)
 
 
@@ -203,7 +204,7 @@ PAIRS = [(x, y) for x in NAMED for y in NAMED if x != y and (is_ragged(x) or is_
 def check_all_pairs() -> None:
     grid, whole = make_grid(), numbers((4, 6))
     for source, target in PAIRS:
-        x = lay_out(whole, grid, source).redistribute(placements=target)
+        x = redistribute(lay_out(whole, grid, source), placements=target)
         assert_laid_out(x, whole, grid, target)
 
 
@@ -216,7 +217,7 @@ def check_async() -> None:
     for start in range(0, len(PAIRS), 8):
         batch = PAIRS[start : start + 8]
         flying = [
-            lay_out(whole, grid, source).redistribute(placements=target, async_op=True)
+            redistribute(lay_out(whole, grid, source), placements=target, async_op=True)
             for source, target in batch
         ]
         for x, (_, target) in reversed(list(zip(flying, batch, strict=True))):
@@ -233,7 +234,7 @@ def check_gradients() -> None:
     whole, weight = whole_numbers((4, 6), 1), whole_numbers((4, 6), 2)
     for source, target in PAIRS:
         x = lay_out(whole, grid, source).detach().requires_grad_()
-        y = x.redistribute(placements=target)
+        y = redistribute(x, placements=target)
         (y.to_local() * part_of(weight, grid, target)).sum().backward()
         assert_laid_out(x.grad, weight, grid, source)
         if is_ragged(source):
@@ -252,7 +253,7 @@ def check_order_of_ranks() -> None:
     grid = DeviceMesh("cpu", [[3, 1], [0, 2]], mesh_dim_names=("data", "tensor"))
     whole = numbers((4, 6))
     for source, target in PAIRS[::3]:
-        x = lay_out(whole, grid, source).redistribute(placements=target)
+        x = redistribute(lay_out(whole, grid, source), placements=target)
         assert_laid_out(x, whole, grid, target)
 
 
@@ -277,9 +278,9 @@ def check_three_axes() -> None:
         for layout in layouts:
             x = lay_out(whole, grid, layout)
             assert same_bits(x.full_tensor(), whole)
-            y = x.redistribute(placements=plain)
+            y = redistribute(x, placements=plain)
             assert_laid_out(y, whole, grid, plain)
-            assert_laid_out(y.redistribute(placements=layout), whole, grid, layout)
+            assert_laid_out(redistribute(y, placements=layout), whole, grid, layout)
 
 
 def test_three_axes() -> None:
@@ -316,7 +317,7 @@ def check_partial() -> None:
         whole = combined(list({id(part): part for part in own.values()}.values()), "sum")
         for target in targets:
             x = lay_out(own[tuple(grid.get_coordinate())], grid, source)
-            assert_laid_out(x.redistribute(placements=target), whole, grid, target)
+            assert_laid_out(redistribute(x, placements=target), whole, grid, target)
             if is_ragged(source):
                 assert same_bits(x.full_tensor(), whole)
 
@@ -338,7 +339,7 @@ def check_partial_that_stays() -> None:
         ((Partial("max"), rows), (Partial("max"), Shard(1))),
     ]
     for source, target in ways:
-        x = lay_out(mine, grid, source).redistribute(placements=target)
+        x = redistribute(lay_out(mine, grid, source), placements=target)
         assert_laid_out(x, mine, grid, target)
 
 
@@ -353,7 +354,7 @@ def check_partial_gradients() -> None:
     local = part_of(contribution((4, 6), 0), grid, (Partial(), rows)).requires_grad_()
     x = wrap(local, weight, grid, (Partial(), rows))
     target: Layout = (Replicate(), rows)
-    (x.redistribute(placements=target).to_local() * part_of(weight, grid, target)).sum().backward()
+    (redistribute(x, placements=target).to_local() * part_of(weight, grid, target)).sum().backward()
     assert same_bits(local.grad, part_of(weight, grid, target))
 
     weights = [contribution((4, 6), rank) for rank in range(4)]
@@ -403,7 +404,7 @@ def check_bytes(elsewhere: bool) -> list[tuple[Layout, Layout, int, int]]:
             continue
         x = lay_out(numbers(shape), grid, source)
         with Traffic() as traffic:
-            x.redistribute(placements=target).to_local().sum()
+            redistribute(x, placements=target).to_local().sum()
         _, received = num_elements_moved(shape, source, target, GRID)
         if traffic.num_bytes_received != 4 * received[at]:
             wrong.append((source, target, traffic.num_bytes_received, 4 * received[at]))
@@ -429,14 +430,14 @@ def check_hybrid() -> None:
     assert traffic.num_bytes_received == 4 * (24 - own)
     assert traffic.num_bytes_sent == 4 * own
     with Traffic() as traffic:
-        x.redistribute(placements=[Replicate(), cut])
+        redistribute(x, placements=[Replicate(), cut])
     # The first of the two ranks lacks one element: it holds 6 and gets the seventh.
     assert (traffic.num_bytes_sent, traffic.num_bytes_received) == ((0, 4) if own == 6 else (4, 0))
     whole = lay_out(numbers((4, 6)), grid, (Replicate(), Replicate()))
     with Traffic() as traffic:
-        whole.redistribute(placements=[Replicate(), cut])
-        whole.redistribute(placements=[cut, Replicate()])
-        whole.redistribute(placements=[RaggedShard((0,), (1, 1), split_factor=2), Shard(0)])
+        redistribute(whole, placements=[Replicate(), cut])
+        redistribute(whole, placements=[cut, Replicate()])
+        redistribute(whole, placements=[RaggedShard((0,), (1, 1), split_factor=2), Shard(0)])
     assert traffic.calls == []
 
 
@@ -453,7 +454,7 @@ def check_reduction() -> None:
     ]:
         x = lay_out(contribution((4, 6), dist.get_rank() // 2), grid, (Partial(), shard))
         with Traffic() as traffic:
-            y = x.redistribute(placements=[cut, shard])
+            y = redistribute(x, placements=[cut, shard])
         own = y.to_local().numel()
         assert (traffic.num_bytes_sent, traffic.num_bytes_received) == (4 * (12 - own), 4 * own)
         assert not any("reduce" in call for call in traffic.calls)

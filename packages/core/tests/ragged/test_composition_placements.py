@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .redistribution import Layout, Traffic, assert_laid_out, lay_out, numbers, same_bits
@@ -120,8 +121,8 @@ def assert_refused(shape: tuple[int, ...], placements: Layout, message: str) -> 
         for make in (
             lambda: RaggedTensor.distribute(whole, grid, placements),
             lambda: RaggedTensor.from_local(torch.zeros(3), grid, placements, shape=shape),
-            lambda: plain.redistribute(placements=placements),
-            lambda: ragged.redistribute(placements=placements),
+            lambda: redistribute(plain, placements=placements),
+            lambda: redistribute(ragged, placements=placements),
         ):
             with pytest.raises(ValueError, match=message):
                 make()
@@ -195,14 +196,14 @@ def check_partial() -> None:
     x = lay_out(whole, grid, (Replicate(), ROWS))
     for placements in ([Partial(), ROWS], [Replicate(), Partial()], [Partial(), Shard(0)]):
         with Traffic() as traffic, pytest.raises(RuntimeError, match="cannot be redistributed"):
-            x.redistribute(placements=placements)
+            redistribute(x, placements=placements)
         assert traffic.calls == []
     with pytest.raises(ValueError, match="Partial"):
         RaggedTensor.distribute(whole, grid, [Partial(), ROWS])
     # Another operation is another meaning.
     y = lay_out(whole, grid, (Partial("sum"), ROWS))
     with Traffic() as traffic, pytest.raises(RuntimeError, match="cannot be redistributed"):
-        y.redistribute(placements=[Partial("max"), ROWS])
+        redistribute(y, placements=[Partial("max"), ROWS])
     assert traffic.calls == []
 
 

@@ -1,4 +1,4 @@
-"""``torch.distributed.tensor.distribute_tensor`` takes ragged placements."""
+"""``distribute_tensor`` as torch has it, with ragged placements too."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import distribute_tensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import SHAPE, assert_holds, cuts, make_mesh, random
@@ -41,7 +42,7 @@ def on_one_axis() -> None:
         distribute_tensor(like, mesh, [RaggedShard.owner(0, dist.get_world_size())])
     with pytest.raises(RuntimeError, match="leaf"):
         distribute_tensor(random().requires_grad_() * 2, mesh, [cut])
-    # What is not ours goes where it went before.
+    # What is not ours is torch's.
     assert type(distribute_tensor(random(), mesh, [Shard(0)])) is not RaggedTensor
 
 

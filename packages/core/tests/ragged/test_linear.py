@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import random
@@ -86,7 +87,7 @@ def check_linear() -> None:
             (x, xs), (y, ys) = partial(placement, 0), partial(placement, 2)
             result = operator(x, y)
             assert result.placements[0] == placement, name
-            total = result.redistribute(placements=[Replicate(), result.placements[1]])
+            total = redistribute(result, placements=[Replicate(), result.placements[1]])
             expected = operator(sum(xs) / divisor, sum(ys) / divisor)
             same(total, expected, name)
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Shard
 
-from vescale_fsdp import RaggedShard, RaggedTensor, fully_shard
+from vescale_fsdp import RaggedShard, RaggedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import distributed, make_mesh, random
@@ -72,24 +70,3 @@ def check_one_element() -> None:
 
 def test_a_ragged_tensor_of_one_element() -> None:
     run_ranks(check_one_element, 2)
-
-
-def check_other_placements() -> None:
-    mesh, rank = make_mesh(), dist.get_rank()
-    for placement, expected in ((Partial(), 3.0), (Partial("max"), 2.0), (Partial("avg"), 1.5)):
-        x = DTensor.from_local(torch.tensor(1.0 + rank), mesh, [placement], run_check=False)
-        assert x.item() == expected
-    one = DTensor.from_local(
-        torch.tensor([4.0] * (1 - rank)), mesh, [Shard(0)], shape=(1,), stride=(1,)
-    )
-    assert one.item() == 4.0
-    model = nn.Linear(6, 4, bias=False)
-    weight = model.weight.detach().clone()
-    dist.broadcast(weight, 0)
-    model.weight.data.copy_(weight)
-    fully_shard(model, mesh=mesh, shard_placement_fn=lambda _: Shard(0))
-    assert model.weight.norm().item() == pytest.approx(weight.norm().item())
-
-
-def test_dtensors_of_other_placements_give_the_global_number_too() -> None:
-    run_ranks(check_other_placements, 2)

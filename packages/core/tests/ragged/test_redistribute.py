@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh
@@ -64,7 +65,7 @@ def check_walk() -> None:
         choice.Random(0).shuffle(order)
         x = lay_out(whole, mesh, (order[-1],))
         for target in order:
-            x = x.redistribute(placements=[target])
+            x = redistribute(x, placements=[target])
             assert_laid_out(x, whole, mesh, (target,))
 
 
@@ -80,7 +81,7 @@ def check_all_pairs() -> None:
         for source in cuts:
             x = lay_out(whole, mesh, (source,))
             for target in cuts:
-                assert_laid_out(x.redistribute(placements=[target]), whole, mesh, (target,))
+                assert_laid_out(redistribute(x, placements=[target]), whole, mesh, (target,))
 
 
 def test_all_pairs_of_cuts_on_two_ranks() -> None:
@@ -91,11 +92,11 @@ def check_a_cut_to_itself() -> None:
     mesh, whole = make_mesh(), numbers((6, 2))
     x = lay_out(whole, mesh, (RaggedShard((0,), (2, 4)),))
     with Traffic() as traffic:
-        assert x.redistribute(placements=[RaggedShard((0,), (1, 2))]) is x
+        assert redistribute(x, placements=[RaggedShard((0,), (1, 2))]) is x
     assert traffic.calls == []
     target = RaggedShard((0, 1), (4, 8))  # the same cut in other words
     with Traffic() as traffic:
-        assert_laid_out(x.redistribute(placements=[target]), whole, mesh, (target,))
+        assert_laid_out(redistribute(x, placements=[target]), whole, mesh, (target,))
     assert traffic.num_bytes_sent == 0
 
 
@@ -113,9 +114,9 @@ def check_to_plain_and_back() -> None:
         for cut in cuts[:: 1 + len(cuts) // 20]:
             x = lay_out(whole, mesh, (cut,))
             for layout in plain_layouts(shape):
-                plain = x.redistribute(placements=layout)
+                plain = redistribute(x, placements=layout)
                 assert_laid_out(plain, whole, mesh, layout)
-                back = plain.redistribute(placements=[cut])
+                back = redistribute(plain, placements=[cut])
                 assert_laid_out(back, whole, mesh, (cut,))
 
 
@@ -147,7 +148,7 @@ def check_from_replicate() -> None:
         replicated = lay_out(whole, mesh, (Replicate(),))
         with Traffic() as traffic:
             for cut in cuts:
-                x = replicated.redistribute(placements=[cut])
+                x = redistribute(replicated, placements=[cut])
                 assert_laid_out(x, whole, mesh, (cut,))
             for cut in cuts[::4]:
                 assert_laid_out(RaggedTensor.distribute(whole, mesh, [cut]), whole, mesh, (cut,))
@@ -166,9 +167,9 @@ def check_uneven_chunks() -> None:
         whole = numbers(shape)
         for cut in unit_vectors(shape[:1], size)[::3]:
             for dim in range(len(shape)):
-                x = lay_out(whole, mesh, (Shard(dim),)).redistribute(placements=[cut])
+                x = redistribute(lay_out(whole, mesh, (Shard(dim),)), placements=[cut])
                 assert_laid_out(x, whole, mesh, (cut,))
-                y = x.redistribute(placements=[Shard(dim)])
+                y = redistribute(x, placements=[Shard(dim)])
                 assert_laid_out(y, whole, mesh, (Shard(dim),))
 
 
@@ -183,9 +184,9 @@ def check_torch_distributed() -> None:
     cut = RaggedShard((0, 1), (3, 10, 7))
     for placement in (Shard(0), Shard(1), Shard(-1), Replicate()):
         plain = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-        x = plain.redistribute(mesh, [cut])
+        x = redistribute(plain, mesh, [cut])
         assert_laid_out(x, whole, mesh, (cut,))
-        y = x.redistribute(mesh, [placement])
+        y = redistribute(x, mesh, [placement])
         assert type(y) is DTensor
         assert same_bits(y.full_tensor(), whole)
         assert same_bits((y + y).full_tensor(), whole + whole)
@@ -203,9 +204,9 @@ def check_strides() -> None:
         columns = distribute_tensor(whole.t().contiguous(), mesh, [placement], src_data_rank=None)
         turned = columns.t()
         assert turned.stride() == (1, 4)
-        x = turned.redistribute(placements=[cut])
+        x = redistribute(turned, placements=[cut])
         assert_laid_out(x, whole, mesh, (cut,))
-        assert same_bits(x.redistribute(placements=[Shard(1)]).full_tensor(), whole)
+        assert same_bits(redistribute(x, placements=[Shard(1)]).full_tensor(), whole)
 
 
 def test_transposed_tensors() -> None:
@@ -224,7 +225,7 @@ def check_order_of_ranks() -> None:
             x = lay_out(whole, mesh, (RaggedShard.owner(0, 3),))
             targets: list[Layout] = [(cut,) for cut in unit_vectors(shape, 3)[::7]]
             for target in [*targets, (Shard(0),), *targets[::-1]]:
-                x = x.redistribute(placements=target)
+                x = redistribute(x, placements=target)
                 assert_laid_out(x, whole, mesh, target)
                 if isinstance(x, RaggedTensor):
                     assert same_bits(x.full_tensor(), whole)
@@ -241,9 +242,9 @@ def check_part_of_a_mesh() -> None:
         mesh = grid[name]
         whole = numbers((4, 3), seed=dist.get_rank() // 2 if name == "inner" else 9)
         cut, other = RaggedShard((0,), (1, 3)), RaggedShard((0, 1), (7, 5))
-        x = lay_out(whole, mesh, (cut,)).redistribute(placements=[other])
+        x = redistribute(lay_out(whole, mesh, (cut,)), placements=[other])
         assert_laid_out(x, whole, mesh, (other,))
-        assert_laid_out(x.redistribute(placements=[Shard(1)]), whole, mesh, (Shard(1),))
+        assert_laid_out(redistribute(x, placements=[Shard(1)]), whole, mesh, (Shard(1),))
         assert same_bits(x.full_tensor(), whole)
 
 
@@ -269,9 +270,9 @@ def check_dtypes() -> None:
         whole = numbers((5, 3), dtype)
         x = lay_out(whole, mesh, (first,))
         for layout in [(second,), (Shard(1),), (first,), (Shard(0),), (second,), (Replicate(),)]:
-            x = x.redistribute(placements=layout)
+            x = redistribute(x, placements=layout)
             assert_laid_out(x, whole, mesh, layout)
-        x = x.redistribute(placements=[first])
+        x = redistribute(x, placements=[first])
         assert_laid_out(x, whole, mesh, (first,))
         assert same_bits(x.full_tensor(), whole)
 
@@ -289,7 +290,7 @@ def check_memory_is_its_own() -> None:
             if source == target or not (is_cut(source) or is_cut(target)):
                 continue
             x = lay_out(whole, mesh, source)
-            y = x.redistribute(placements=target)
+            y = redistribute(x, placements=target)
             y.to_local().fill_(5)
             assert_laid_out(x, whole, mesh, source)
             assert y.to_local().untyped_storage().nbytes() == y.to_local().nbytes

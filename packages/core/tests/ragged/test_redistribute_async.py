@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from vescale_fsdp import RaggedShard
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh
@@ -41,7 +42,7 @@ def check_same() -> None:
     for shape in [(4, 2), (5,), (), (0, 3)]:
         whole = numbers(shape)
         for source, target in pairs(shape):
-            y = lay_out(whole, mesh, source).redistribute(placements=target, async_op=True)
+            y = redistribute(lay_out(whole, mesh, source), placements=target, async_op=True)
             assert_laid_out(y, whole, mesh, target)
 
 
@@ -57,7 +58,7 @@ def check_many_in_flight() -> None:
     started = []
     for source, target in pairs((4, 2)):
         x = lay_out(whole, mesh, source)
-        started.append((x.redistribute(placements=target, async_op=True), target))
+        started.append((redistribute(x, placements=target, async_op=True), target))
         del x  # what is in flight keeps its memory
     for y, target in reversed(started):
         assert_laid_out(y, whole, mesh, target)
@@ -72,8 +73,8 @@ def check_two() -> None:
     mesh, first, second = make_mesh(), numbers((6, 2), seed=1), numbers((6, 2), seed=2)
     rows, cut = RaggedShard((0,), (1, 3, 2)), RaggedShard((0, 1), (5, 0, 7))
     for target in [(cut,), (Replicate(),), (Shard(0),), (Shard(1),)]:
-        x = lay_out(first, mesh, (rows,)).redistribute(placements=target, async_op=True)
-        y = lay_out(second, mesh, (rows,)).redistribute(placements=target, async_op=True)
+        x = redistribute(lay_out(first, mesh, (rows,)), placements=target, async_op=True)
+        y = redistribute(lay_out(second, mesh, (rows,)), placements=target, async_op=True)
         assert_laid_out(y + x, second + first, mesh, target)  # each is read by the operator
         assert_laid_out(x, first, mesh, target)
 
@@ -89,13 +90,13 @@ def check_use_at_once() -> None:
         source = lay_out(whole, mesh, (rows,))
 
         def start(source=source, target=target):  # type: ignore[no-untyped-def]
-            return source.redistribute(placements=target, async_op=True)
+            return redistribute(source, placements=target, async_op=True)
 
         assert_laid_out(start() * 2, whole * 2, mesh, target)
         assert_laid_out(start().mul_(2), whole * 2, mesh, target)
         assert_laid_out(start().detach(), whole, mesh, target)
         assert_laid_out(start().clone(), whole, mesh, target)
-        assert_laid_out(start().redistribute(placements=[cut]), whole, mesh, (cut,))
+        assert_laid_out(redistribute(start(), placements=[cut]), whole, mesh, (cut,))
         assert same_bits(start().full_tensor(), whole)
         assert same_bits(start().to_local() + 1, part_of(whole, mesh, target) + 1)
         assert same_bits(start()._local_tensor.wait(), part_of(whole, mesh, target))
@@ -112,8 +113,8 @@ def check_never_read() -> None:
     mesh, whole = make_mesh(), numbers((6, 2))
     rows, cut = RaggedShard((0,), (1, 5)), RaggedShard((0, 1), (7, 5))
     for target in [(cut,), (Replicate(),), (Shard(1),)] * 3:
-        lay_out(whole, mesh, (rows,)).redistribute(placements=target, async_op=True)
-        x = lay_out(whole, mesh, (cut,)).redistribute(placements=[rows])
+        redistribute(lay_out(whole, mesh, (rows,)), placements=target, async_op=True)
+        x = redistribute(lay_out(whole, mesh, (cut,)), placements=[rows])
         assert_laid_out(x, whole, mesh, (rows,))
 
 
@@ -127,8 +128,10 @@ def check_partial() -> None:
     for reduce_op in ("sum", "avg", "max"):
         started = [
             (
-                lay_out(parts[dist.get_rank()], mesh, (Partial(reduce_op),)).redistribute(
-                    placements=[cut], async_op=True
+                redistribute(
+                    lay_out(parts[dist.get_rank()], mesh, (Partial(reduce_op),)),
+                    placements=[cut],
+                    async_op=True,
                 ),
                 cut,
             )
@@ -147,7 +150,7 @@ def check_gradients() -> None:
     whole, weight = whole_numbers((4, 2), 1), whole_numbers((4, 2), 2)
     for source, target in pairs((4, 2)):
         x = lay_out(whole, mesh, source).detach().requires_grad_()
-        y = x.redistribute(placements=target, async_op=True)
+        y = redistribute(x, placements=target, async_op=True)
         ((y * y).to_local() * part_of(weight, mesh, target)).sum().backward()
         assert_laid_out(x.grad, 2 * whole * weight, mesh, source)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh
@@ -47,7 +48,7 @@ def check_every_way() -> None:
                 if not has_ragged(source, target):
                     continue
                 x = lay_out(whole, mesh, source).detach().requires_grad_()
-                y = x.redistribute(placements=target)
+                y = redistribute(x, placements=target)
                 assert y.requires_grad
                 (y.to_local() * part_of(weight, mesh, target)).sum().backward()
                 assert_laid_out(x.grad, weight, mesh, source)
@@ -66,10 +67,10 @@ def check_chain() -> None:
     x = lay_out(whole, mesh, (first,)).detach().requires_grad_()
     for time in (1, 2):
         y = x * 2
-        y = y.redistribute(placements=[second]) * 3
-        y = y.redistribute(placements=[Shard(0)]) + 1
-        y = y.redistribute(placements=[first]) * x
-        y = y.redistribute(placements=[Replicate()])
+        y = redistribute(y, placements=[second]) * 3
+        y = redistribute(y, placements=[Shard(0)]) + 1
+        y = redistribute(y, placements=[first]) * x
+        y = redistribute(y, placements=[Replicate()])
         (y.to_local() * weight).sum().backward()
         # y = (6 x + 1) x, so its derivative is 12 x + 1.
         assert_laid_out(x.grad, time * (12 * whole + 1) * weight, mesh, (first,))
@@ -90,7 +91,7 @@ def check_full_tensor() -> None:
         assert_laid_out(x.grad, 2 * whole * weight, mesh, (cut,))
         with torch.no_grad():
             assert not x.full_tensor().requires_grad
-            assert not x.redistribute(placements=[Replicate()]).requires_grad
+            assert not redistribute(x, placements=[Replicate()]).requires_grad
 
 
 @WORLD_SIZES
@@ -105,13 +106,13 @@ def check_local_ends() -> None:
     cut, other = RaggedShard((0,), (1, 0, 3)), RaggedShard((0, 1), (6, 5, 1))
     for target in [(other,), (Shard(1),), (Replicate(),)]:
         local = part_of(whole, mesh, (cut,)).requires_grad_()
-        y = wrap(local, whole, mesh, (cut,)).redistribute(placements=target)
+        y = redistribute(wrap(local, whole, mesh, (cut,)), placements=target)
         (y.to_local() * part_of(weight, mesh, target)).sum().backward()
         assert type(local.grad) is Tensor
         assert same_bits(local.grad, part_of(weight, mesh, (cut,)))
     for source in [(Shard(0),), (Shard(1),), (Replicate(),)]:
         local = part_of(whole, mesh, source).requires_grad_()
-        y = wrap(local, whole, mesh, source).redistribute(placements=[cut])
+        y = redistribute(wrap(local, whole, mesh, source), placements=[cut])
         (y.to_local() * part_of(weight, mesh, (cut,))).sum().backward()
         assert same_bits(local.grad, part_of(weight, mesh, source))
 
@@ -128,7 +129,7 @@ def check_gradient_of_another_layout() -> None:
     for given in [(Shard(0),), (Replicate(),), (RaggedShard((0, 1), (7, 5)),)]:
         for target in [(RaggedShard((0,), (3, 1)),), (Replicate(),), (Shard(1),)]:
             x = lay_out(whole, mesh, (cut,)).detach().requires_grad_()
-            y = x.redistribute(placements=target)
+            y = redistribute(x, placements=target)
             (grad,) = torch.autograd.grad(y, x, lay_out(weight, mesh, given))
             assert_laid_out(grad, weight, mesh, (cut,))
 
@@ -145,7 +146,7 @@ def check_linear() -> None:
     (inputs @ dense.t()).pow(2).sum().backward()
     for cut in (RaggedShard((0,), (1, 3)), RaggedShard((0, 1), (5, 7)), RaggedShard.owner(1, 2)):
         x = RaggedTensor.distribute(weight, mesh, [cut]).requires_grad_()
-        replicated = x.redistribute(placements=[Replicate()])
+        replicated = redistribute(x, placements=[Replicate()])
         output = wrap(inputs, inputs, mesh, (Replicate(),)) @ replicated.t()
         assert type(output) is DTensor
         output.pow(2).sum().to_local().backward()
@@ -164,7 +165,7 @@ def check_batch() -> None:
     (inputs @ dense.t()).pow(2).sum().backward()
     for cut in (RaggedShard((0,), (1, 2, 1)), RaggedShard((0, 1), (5, 0, 7))):
         x = RaggedTensor.distribute(weight, mesh, [cut]).requires_grad_()
-        replicated = x.redistribute(placements=[Replicate()])
+        replicated = redistribute(x, placements=[Replicate()])
         output = lay_out(inputs, mesh, (Shard(0),)) @ replicated.t()
         assert output.placements == (Shard(0),)
         loss = output.to_local().pow(2).sum()
@@ -187,7 +188,7 @@ def check_second_derivative() -> None:
     cut = RaggedShard((0,), (1, 3))
     for target in [(RaggedShard((0, 1), (7, 5)),), (Replicate(),), (Shard(1),)]:
         x = lay_out(whole, mesh, (cut,)).detach().requires_grad_()
-        y = x.redistribute(placements=target).to_local()
+        y = redistribute(x, placements=target).to_local()
         loss = (y * y * y * part_of(weight, mesh, target)).sum()
         (first,) = torch.autograd.grad(loss, x, create_graph=True)
         assert_laid_out(first, 3 * weight * whole * whole, mesh, (cut,))
@@ -205,12 +206,12 @@ def check_dtypes() -> None:
     cut, other = RaggedShard((0,), (1, 3)), RaggedShard((0, 1), (7, 5))
     for target in [(other,), (Replicate(),), (Shard(0),)]:
         x = lay_out(whole, mesh, (cut,)).detach().requires_grad_()
-        y = x.redistribute(placements=target, forward_dtype=torch.bfloat16)
+        y = redistribute(x, placements=target, forward_dtype=torch.bfloat16)
         assert_laid_out(y, whole.bfloat16(), mesh, target)
         (y.to_local() * part_of(weight, mesh, target)).sum().backward()
         assert_laid_out(x.grad, weight, mesh, (cut,))
         x = lay_out(whole, mesh, (cut,)).detach().requires_grad_()
-        y = x.redistribute(placements=target, backward_dtype=torch.bfloat16)
+        y = redistribute(x, placements=target, backward_dtype=torch.bfloat16)
         assert_laid_out(y, whole, mesh, target)
         (y.to_local() * part_of(weight, mesh, target)).sum().backward()
         assert_laid_out(x.grad, weight, mesh, (cut,))
@@ -224,9 +225,9 @@ def check_no_gradient() -> None:
     mesh, whole = make_mesh(), whole_numbers((4, 3))
     cut, other = RaggedShard((0,), (1, 3)), RaggedShard((0, 1), (7, 5))
     for source in [(cut,), (Replicate(),), (Shard(0),)]:
-        assert not lay_out(whole, mesh, source).redistribute(placements=[other]).requires_grad
+        assert not redistribute(lay_out(whole, mesh, source), placements=[other]).requires_grad
     integers = lay_out(whole.long(), mesh, (cut,))
-    assert not integers.redistribute(placements=[Replicate()]).requires_grad
+    assert not redistribute(integers, placements=[Replicate()]).requires_grad
 
 
 def test_what_needs_no_gradient_gets_none() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh
@@ -36,7 +37,7 @@ def assert_least(shape: tuple[int, ...], source: Layout, target: Layout) -> Traf
     mesh, at = make_mesh(), (dist.get_rank(),)
     x = lay_out(numbers(shape), mesh, source)
     with Traffic() as traffic:
-        x.redistribute(placements=target).to_local().sum()
+        redistribute(x, placements=target).to_local().sum()
     sent, received = num_elements_moved(shape, source, target, tuple(mesh.shape))
     assert traffic.num_bytes_sent == 4 * sent[at], (source, target, traffic)
     assert traffic.num_bytes_received == 4 * received[at], (source, target, traffic)
@@ -125,13 +126,13 @@ def check_many_holders() -> None:
     """Where broadcasts would be too many: here, more than one of them."""
     mesh = make_mesh()
     nearly_even, uneven = RaggedShard((0,), (2, 2, 1)), RaggedShard((0,), (3, 1, 1))
-    module = sys.modules["vescale_fsdp.ragged.redistribute"]
+    module = sys.modules["vescale_fsdp.ragged.moves"]
     with mock.patch.object(module, "_MOST_BROADCASTS", 1):
         for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn):
             whole = numbers((5, 3), dtype)
             x = lay_out(whole, mesh, (nearly_even,))
             with Traffic() as traffic:
-                y = x.redistribute(placements=[Replicate()])
+                y = redistribute(x, placements=[Replicate()])
             assert_laid_out(y, whole, mesh, (Replicate(),))
             assert len(traffic.calls) == 1
             # Parts of six elements at most, so that each rank gets 2 * 6 of 15, padding included.
@@ -169,7 +170,7 @@ def check_dtypes() -> list[int]:
     for dtype in (torch.bfloat16, torch.bool, torch.float64, torch.complex64):
         x = RaggedTensor.distribute(numbers((4, 6), dtype), mesh, [cut])
         with Traffic() as traffic:
-            x.redistribute(placements=[owner])
+            redistribute(x, placements=[owner])
         found.append(traffic.num_bytes_sent)
     return found
 
@@ -207,7 +208,7 @@ def check_way_back() -> None:
     ]
     for source, target in pairs:
         x = lay_out(numbers(shape), mesh, source).requires_grad_()
-        loss = x.redistribute(placements=target).to_local().sum()
+        loss = redistribute(x, placements=target).to_local().sum()
         with Traffic() as traffic:
             loss.backward()
         sent, received = num_elements_moved(shape, target, source, (3,))

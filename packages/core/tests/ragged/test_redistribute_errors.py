@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh
@@ -51,7 +52,7 @@ WRONG_TARGETS: list[tuple[list[Placement], type[Exception], str]] = [
 def check_wrong_targets() -> None:
     for source in sources():
         for target, error, message in WRONG_TARGETS:
-            assert_refused(lambda: source.redistribute(placements=target), error, message)  # noqa: B023
+            assert_refused(lambda: redistribute(source, placements=target), error, message)  # noqa: B023
 
 
 def test_ragged_targets_that_do_not_fit() -> None:
@@ -62,7 +63,7 @@ def check_partial_targets() -> None:
     x = lay_out(numbers((4, 6)), make_mesh(), (ROWS,))
     for reduce_op in ("sum", "avg", "max"):
         assert_refused(
-            lambda: x.redistribute(placements=[Partial(reduce_op)]),  # noqa: B023
+            lambda: redistribute(x, placements=[Partial(reduce_op)]),  # noqa: B023
             RuntimeError,
             rf"from RaggedShard\(.*\) to P.*{reduce_op}",
         )
@@ -76,7 +77,7 @@ def check_plain_targets() -> None:
     x = lay_out(numbers((4, 6)), make_mesh(), (ROWS,))
     wrong: list[list[Placement]] = [[Shard(2)], [Shard(-3)], [Shard(0), Shard(1)], []]
     for target in wrong:
-        assert_refused(lambda: x.redistribute(placements=target), ValueError, r"\S")  # noqa: B023
+        assert_refused(lambda: redistribute(x, placements=target), ValueError, r"\S")  # noqa: B023
 
 
 def test_plain_targets_that_do_not_fit() -> None:
@@ -87,7 +88,7 @@ def check_other_mesh() -> None:
     grid = init_device_mesh("cpu", (1, 2))
     for source in sources():
         assert_refused(
-            lambda: source.redistribute(grid, [Replicate(), ROWS]),  # noqa: B023
+            lambda: redistribute(source, grid, [Replicate(), ROWS]),  # noqa: B023
             NotImplementedError,
             "another mesh",
         )

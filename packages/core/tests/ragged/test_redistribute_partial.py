@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh
@@ -36,7 +37,7 @@ def check_operation(reduce_op: str) -> None:
         source = lay_out(parts[dist.get_rank()], mesh, (Partial(reduce_op),))
         cuts = unit_vectors(shape, size)
         for cut in cuts[:: 1 + len(cuts) // 10]:
-            x = source.redistribute(placements=[cut])
+            x = redistribute(source, placements=[cut])
             assert_laid_out(x, whole, mesh, (cut,))
         assert same_bits(source.to_local(), parts[dist.get_rank()])  # it was only read
 
@@ -55,7 +56,7 @@ def check_order_of_sums() -> None:
         parts = [torch.randn(7, 3, generator=generator).to(dtype) for _ in range(size)]
         whole = combined(parts, "sum")
         for cut in (RaggedShard((0, 1), (4, 0, 11, 6)), RaggedShard.owner(2, 4)):
-            x = lay_out(parts[dist.get_rank()], mesh, (Partial(),)).redistribute(placements=[cut])
+            x = redistribute(lay_out(parts[dist.get_rank()], mesh, (Partial(),)), placements=[cut])
             assert_laid_out(x, whole, mesh, (cut,))
 
 
@@ -70,7 +71,7 @@ def check_dtypes() -> None:
         for reduce_op in ("sum", "max", "min"):
             parts = [contribution((5, 3), rank, dtype) for rank in range(size)]
             source = lay_out(parts[dist.get_rank()], mesh, (Partial(reduce_op),))
-            x = source.redistribute(placements=[cut])
+            x = redistribute(source, placements=[cut])
             assert_laid_out(x, combined(parts, reduce_op), mesh, (cut,))
 
 
@@ -86,7 +87,7 @@ def check_not_finite() -> None:
         parts = [contribution((5,), rank) + 1 for rank in range(size)]
         parts[0][1], parts[1][2], parts[1][3] = float("nan"), float("nan"), float("-inf")
         source = lay_out(parts[dist.get_rank()], mesh, (Partial(reduce_op),))
-        x = source.redistribute(placements=[cut]).full_tensor()
+        x = redistribute(source, placements=[cut]).full_tensor()
         torch.testing.assert_close(
             x, combined(parts, reduce_op), rtol=0, atol=0, equal_nan=True, msg=reduce_op
         )
@@ -114,7 +115,7 @@ def check_other_kinds() -> None:
         assert isinstance(source.placements[0], Partial)
         with Traffic() as traffic:
             try:
-                found = source.redistribute(placements=[cut])
+                found = redistribute(source, placements=[cut])
             except NotImplementedError:
                 assert traffic.calls == []
                 continue
@@ -137,7 +138,7 @@ def check_bytes() -> None:
         ):
             source = lay_out(contribution((8, 3), rank, dtype), mesh, (Partial(),))
             with Traffic() as traffic:
-                x = source.redistribute(placements=[cut])
+                x = redistribute(source, placements=[cut])
             own = x.to_local().numel()
             assert not any("reduce" in call for call in traffic.calls), traffic
             assert len(traffic.calls) == 1
@@ -158,7 +159,7 @@ def check_gradients() -> None:
         local = parts[rank].clone().requires_grad_()
         source = wrap(local, local, mesh, (Partial(),))
         source.retain_grad()
-        x = source.redistribute(placements=[cut])
+        x = redistribute(source, placements=[cut])
         (x.to_local() * lay_out(weight, mesh, (cut,)).to_local()).sum().backward()
         assert source.grad.placements == (Replicate(),)
         assert same_bits(local.grad, weight), cut
@@ -175,7 +176,7 @@ def check_dtensor_agrees() -> None:
     grads = []
     for target in (RaggedShard((0,), (1, 1)), Shard(0)):
         leaf = contribution((4, 3), rank).requires_grad_()
-        x = wrap(leaf, leaf, mesh, (Partial(),)).redistribute(placements=[target])
+        x = redistribute(wrap(leaf, leaf, mesh, (Partial(),)), placements=[target])
         (x * x).to_local().sum().backward()
         grads.append(leaf.grad)
     assert same_bits(*grads)

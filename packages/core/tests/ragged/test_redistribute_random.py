@@ -14,6 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import RaggedShard
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .redistribution import (
@@ -68,7 +69,7 @@ def check_random(seed: int) -> int:
         whole, weight = numbers(shape), whole_numbers(shape)
         x = lay_out(whole, mesh, source).detach().requires_grad_()
         with Traffic() as traffic:
-            y = x.redistribute(placements=target, async_op=draw.random() < 0.5)
+            y = redistribute(x, placements=target, async_op=draw.random() < 0.5)
             y.to_local()
         assert_laid_out(y, whole, mesh, target)
         (grad,) = torch.autograd.grad(y, x, lay_out(weight, mesh, target))

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.ragged.reduced import ReducedTensor
 from vescale_fsdp.testing import run_ranks
 
@@ -79,7 +80,7 @@ def save_on_grid(path: Path) -> None:
     torch.save(tensors, file)
     for found, tensor in zip(torch.load(file, weights_only=True), tensors, strict=True):
         assert found.placements == tensor.placements
-        whole = found.redistribute(placements=[Replicate(), Replicate()])
+        whole = redistribute(found, placements=[Replicate(), Replicate()])
         same(whole, tensor.full_tensor())
 
 

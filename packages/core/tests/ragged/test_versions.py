@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from vescale_fsdp import RaggedShard, RaggedTensor
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.ragged.dispatch import _HANDLERS
 from vescale_fsdp.testing import run_ranks
 
@@ -81,7 +82,7 @@ READS: dict[str, Callable[[RaggedTensor], object]] = {
 
 
 def _other(x: RaggedTensor) -> RaggedTensor:
-    return x.detach().redistribute(placements=[RaggedShard((0,), (2, 4))])
+    return redistribute(x.detach(), placements=[RaggedShard((0,), (2, 4))])
 
 
 def _clipped(x: RaggedTensor) -> None:

@@ -21,6 +21,7 @@ The files, from the bottom up:
   together in `contents`; `targets` are the places to load into; `full` makes whole tensors in one
   process
 * the work of all ranks: `saving` and `loading` do all of it or nothing
+* of ``torch.distributed.checkpoint``, what its own functions do not do: `state_dict`, `planner`
 * other formats: `safetensors` with `safetensors_files`, `dcp` with `dcp_directory`, `deepspeed`
 * in one process: `convert` from one to another, and `sources`, which reads any
 * `unread`: tensors that are read when they are needed
@@ -30,11 +31,12 @@ Loading never unpickles, except for DCP's format in `import_dcp` and `convert`, 
 `convert` and `read`; `dcp_directory` and `deepspeed` say how.
 """
 
-from vescale_fsdp.checkpoint import full
+from vescale_fsdp.checkpoint import full, state_dict
 from vescale_fsdp.checkpoint.convert import convert
 from vescale_fsdp.checkpoint.dcp import export_dcp, import_dcp
 from vescale_fsdp.checkpoint.loading import load
 from vescale_fsdp.checkpoint.manifest import Manifest
+from vescale_fsdp.checkpoint.planner import SavePlanner
 from vescale_fsdp.checkpoint.replacing import Place
 from vescale_fsdp.checkpoint.safetensors import LoadedNames, load_safetensors, save_safetensors
 from vescale_fsdp.checkpoint.saving import SaveHandle, save
@@ -49,6 +51,7 @@ __all__ = [
     "Manifest",
     "Place",
     "SaveHandle",
+    "SavePlanner",
     "StopOnSignal",
     "UnreadTensor",
     "convert",
@@ -63,6 +66,7 @@ __all__ = [
     "read_extra",
     "save",
     "save_safetensors",
+    "state_dict",
     "unread_state",
     "verify",
 ]

@@ -12,11 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from vescale_fsdp import compat
@@ -24,6 +21,7 @@ from vescale_fsdp.checkpoint.contents import weights_of
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer, Snapshot
 from vescale_fsdp.checkpoint.saving import begin_save
 from vescale_fsdp.errors import CheckpointMismatchError
+from vescale_fsdp.ragged import distribute_tensor, redistribute
 
 Models = nn.Module | Sequence[nn.Module]
 
@@ -130,7 +128,7 @@ def part_of(full: torch.Tensor, target: torch.Tensor, name: str) -> torch.Tensor
     _check_shape(full, target, name)
     if isinstance(full, DTensor) and isinstance(target, DTensor):
         same = (full.device_mesh, full.placements) == (target.device_mesh, target.placements)
-        return full if same else full.redistribute(target.device_mesh, target.placements)
+        return full if same else redistribute(full, target.device_mesh, target.placements)
     if not isinstance(target, DTensor):
         return full.full_tensor() if isinstance(full, DTensor) else full
     moved = full.to(device=target.device)

@@ -117,7 +117,7 @@ class NamedOptimizer:
     def _states_of_stand_ins(self, names: list[str]) -> dict[str, State]:
         wanted = {id(self.params[fqn]): fqn for fqn in names}
         found: dict[str, State] = {}
-        for member in compat.members_of(self.optimizer):
+        for member in members_of(self.optimizer):
             params = [param for group in member.param_groups for param in group["params"]]
             mine = {id(param): wanted[id(param)] for param in params if id(param) in wanted}
             if mine:
@@ -261,3 +261,9 @@ class Snapshot:
 
 def _copied(state: Any) -> Any:
     return dict(state) if isinstance(state, dict) else state
+
+
+def members_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The members of an `OptimizerGroup`, or the optimizer itself."""
+    members = getattr(optimizer, "members", None)
+    return members() if callable(members) else [optimizer]

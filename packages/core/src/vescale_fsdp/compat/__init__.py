@@ -1,8 +1,8 @@
 """Everything that this package uses of torch beyond its public API.
 
 Private names of torch are in these files only (tests/test_compat.py). So a new release of torch
-changes only these files. `versions` gives names of ours to private functions. `patches` changes
-functions and tables of torch. They are for torch 2.13 to 2.15: docs/design/torch-versions.md.
+changes only these files. `versions` gives names of ours to private functions. `patches` adds
+to objects and tables of torch. They are for torch 2.13 to 2.15: docs/design/torch-versions.md.
 """
 
 from torch._C._distributed_c10d import FileStore, Store
@@ -27,24 +27,17 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wra
 
 from vescale_fsdp.compat.patches import (
     has_other_init_group,
-    members_of,
     refuse_boxes,
-    refuse_overwriting,
+    refuse_lost_boxes,
     register_first_forward_hook,
     register_first_step_post_hook,
     replace_init_group,
-    route_creation,
-    route_distribution,
-    route_from_local,
-    route_numbers,
-    route_redistribute,
-    route_state_creation,
     set_fsdp2_state,
     support_foreach,
     unregister,
     unregister_recompute,
     without_step_hooks,
-    write_all_boxes,
+    wrap_from_local,
 )
 from vescale_fsdp.compat.spmd import (
     is_replicated_type,
@@ -52,8 +45,8 @@ from vescale_fsdp.compat.spmd import (
     take_spmd_type,
 )
 from vescale_fsdp.compat.tracing import (
+    RaggedSpec,
     TraceableDTensor,
-    compile_for_each_shape,
     has_traced,
     leave_to_python,
     refuse_tracing,
@@ -110,6 +103,7 @@ __all__ = [
     "NormPartial",
     "ProcessGroupAllocAllGather",
     "ProcessGroupAllocReduceScatter",
+    "RaggedSpec",
     "ShardPlacementResult",
     "Store",
     "StridedShard",
@@ -121,7 +115,6 @@ __all__ = [
     "apply_outside",
     "archive_records",
     "coalescing",
-    "compile_for_each_shape",
     "concatenate_meshes",
     "count_groups_from_zero",
     "current_backward",
@@ -144,7 +137,6 @@ __all__ = [
     "layout_of_name",
     "leave_to_python",
     "local_tensor",
-    "members_of",
     "mesh_info",
     "neg_view",
     "num_holders",
@@ -157,17 +149,11 @@ __all__ = [
     "recompute",
     "recorded",
     "refuse_boxes",
-    "refuse_overwriting",
+    "refuse_lost_boxes",
     "refuse_tracing",
     "register_first_forward_hook",
     "register_first_step_post_hook",
     "replace_init_group",
-    "route_creation",
-    "route_distribution",
-    "route_from_local",
-    "route_numbers",
-    "route_redistribute",
-    "route_state_creation",
     "run_when_ready",
     "runs_all",
     "set_fsdp2_state",
@@ -185,5 +171,5 @@ __all__ = [
     "will_run",
     "without_step_hooks",
     "without_torch_function",
-    "write_all_boxes",
+    "wrap_from_local",
 ]  # fmt: skip

@@ -7,17 +7,15 @@ DTensor's own functions put together a DTensor, and name compiled code without t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-from vescale_fsdp.compat.patches import route
 
 
 def leave_to_python(what: str) -> NoReturn:
@@ -45,20 +43,15 @@ def refuse_tracing(what: str) -> None:
         )
 
 
-_has_own_shape: list[Callable[[Any], bool]] = []
+class RaggedSpec(DTensorSpec):
+    """The spec of a tensor whose compiled code serves one shape.
 
-
-def compile_for_each_shape(concerns: Callable[[Any], bool]) -> None:
-    """Let compiled code of DTensors serve one shape, if it ``concerns`` one of their placements.
-
-    Torch compares only the shape of the local tensor. Ours is flat, and often empty: that of a
-    tensor of shape (5, 6) and of one of shape (6, 5) may be the same.
+    Torch's guard compares only the shape of the local tensor. Ours is flat, and often empty: that
+    of a tensor of shape (5, 6) and of one of shape (6, 5) may be the same.
     """
-    _has_own_shape.append(concerns)
 
-
-def _serves_one_shape(placements: Sequence[Any]) -> bool:
-    return any(concerns(each) for concerns in _has_own_shape for each in placements)
+    def _check_equals(self, other: object, skip_shapes: bool = False) -> bool:
+        return super()._check_equals(other)
 
 
 _has_traced = False
@@ -71,17 +64,14 @@ def has_traced() -> bool:
 
 @cache
 def _prepare_dynamo() -> None:
-    """Change Dynamo, once, when it takes the first tensor apart. Its import takes a second."""
+    """Tell Dynamo, when it takes the first tensor apart, which files it is to leave to Python.
+
+    Its import takes a second.
+    """
     global _has_traced
     _has_traced = True
-    from torch._dynamo import guards, trace_rules
+    from torch._dynamo import trace_rules
 
-    def checked(original: Any, spec: Any, compiled: Any) -> bool:
-        if not original(spec, compiled):
-            return False
-        return not _serves_one_shape(spec.placements) or spec.shape == compiled.shape
-
-    route(guards.check_dtensor_spec, checked)
     # Where it has left the compiled code, it would compile each function that Python calls. Of
     # torch's own DTensor it compiles none.
     for name in ("ragged", "compat.tracing", "ranks", "backends"):
@@ -89,7 +79,13 @@ def _prepare_dynamo() -> None:
 
 
 class TraceableDTensor(DTensor):
-    """A subclass of DTensor that compiled code takes and returns as what it is."""
+    """A subclass of DTensor that compiled code takes and returns as what it is.
+
+    Attributes:
+        spec_type: of its spec.
+    """
+
+    spec_type: ClassVar[type[DTensorSpec]] = DTensorSpec
 
     @classmethod
     def __tensor_unflatten__(  # torch's is static; it allows both
@@ -103,12 +99,13 @@ class TraceableDTensor(DTensor):
         placements, meta, shard_order, requires_grad = flatten_spec
         local = inner_tensors["_local_tensor"]
         size, stride = tuple(outer_size), tuple(outer_stride)
-        if _serves_one_shape(placements):  # `int` of a symbolic number takes the one at hand
+        spec_type = cls.spec_type
+        if spec_type is RaggedSpec:  # `int` of a symbolic number takes the one at hand
             size, stride = tuple(map(int, size)), tuple(map(int, stride))
             for each in local.shape:
                 int(each)
         meta = TensorMeta(torch.Size(size), stride, meta.dtype)
-        spec = DTensorSpec(inner_tensors["device_mesh"], placements, meta, shard_order)
+        spec = spec_type(inner_tensors["device_mesh"], placements, meta, shard_order)
         return cls.__new__(cls, local, spec, requires_grad=requires_grad)
 
     def _stable_hash_for_caching(self) -> str:

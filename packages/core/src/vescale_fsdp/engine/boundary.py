@@ -189,7 +189,7 @@ def _given(call: Call, tensor: torch.Tensor) -> torch.Tensor | None:
     node = tensor.grad_fn
     if isinstance(node, _PostBackward._backward_cls) and _is_of(call, node):
         return call.given[tensor.output_nr] if call.given else None
-    return tensor if _is_given(call, tensor) else None
+    return tensor if call.given and _is_given(call, tensor) else None
 
 
 def _is_given(call: Call, tensor: torch.Tensor) -> bool:

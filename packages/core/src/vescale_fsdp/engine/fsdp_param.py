@@ -38,6 +38,7 @@ from vescale_fsdp.ragged import (
     RaggedTensor,
     ReplicatedTensor,
     boxes_of,
+    redistribute,
     wrap_local,
     wrap_replicated,
 )
@@ -447,7 +448,8 @@ def checked_local(param: nn.Parameter, fsdp_param: FSDPParam) -> torch.Tensor:
         raise ValueError(
             f"parameter {fsdp_param.fqn!r} was replaced by a plain tensor of shape "
             f"{tuple(param.shape)}; expected a DTensor {expected}. Load it into the existing "
-            "parameter (assign=False), or give it to distribute_tensor with the mesh of that one"
+            "parameter (assign=False), or give it to vescale_fsdp.ragged."
+            "distribute_tensor with the mesh of that one"
         )
     if param.shape != fsdp_param.spec.shape:
         raise ValueError(
@@ -462,10 +464,10 @@ def checked_local(param: nn.Parameter, fsdp_param: FSDPParam) -> torch.Tensor:
         raise ValueError(
             f"parameter {fsdp_param.fqn!r} was replaced by one on {param.device_mesh} with "
             f"{param.placements}; expected one on {fsdp_param.spec.mesh}, {expected}. Give its "
-            "full_tensor() to distribute_tensor with that mesh"
+            "full_tensor() to vescale_fsdp.ragged.distribute_tensor with that mesh"
         )
     whole = cast(DTensor, param.detach())
-    return local_of(whole.redistribute(placements=fsdp_param.spec.placements))
+    return local_of(redistribute(whole, placements=fsdp_param.spec.placements))
 
 
 def refuse_methods(fsdp_param: FSDPParam) -> None:

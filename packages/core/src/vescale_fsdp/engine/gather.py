@@ -31,6 +31,7 @@ from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine.boundary import PLAIN
 from vescale_fsdp.engine.fsdp_param import FSDPParam, local_of
+from vescale_fsdp.ragged import redistribute
 
 if TYPE_CHECKING:
     from vescale_fsdp.engine.group import Group
@@ -255,4 +256,4 @@ def _averaged(grad: torch.Tensor, fsdp_param: FSDPParam) -> torch.Tensor:
     if isinstance(grad, DTensor):  # the loss has a penalty on shards, too
         grad = grad.full_tensor()
     whole = DTensor.from_local(grad.to(sharded.dtype), sharded.device_mesh, mean, run_check=False)
-    return fsdp_param.wrap(local_of(whole.redistribute(placements=sharded.placements)))
+    return fsdp_param.wrap(local_of(redistribute(whole, placements=sharded.placements)))

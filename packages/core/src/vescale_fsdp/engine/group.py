@@ -75,7 +75,7 @@ from vescale_fsdp.engine.shadows import Shadows
 from vescale_fsdp.engine.substitutes import show_gathered, show_sharded
 from vescale_fsdp.planner import TensorSpec, lay_out
 from vescale_fsdp.program import State
-from vescale_fsdp.ragged import RaggedShard
+from vescale_fsdp.ragged import RaggedShard, redistribute
 from vescale_fsdp.ranks import collectives, notes, waits
 
 # Starts of tensors are multiples of 16 bytes in the narrowest dtype that travels (bf16, or a
@@ -968,7 +968,7 @@ class Group:
         locals_ = [
             None
             if shard.is_meta
-            else local_of(cast(DTensor, param.detach()).redistribute(placements=target))
+            else local_of(redistribute(cast(DTensor, param.detach()), placements=target))
             for param, target in zip(current, placements, strict=True)
         ]
         self._move_into_new_buffer(current, locals_, placements, shard.dtype, shard.device)

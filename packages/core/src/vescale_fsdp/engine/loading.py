@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import is_tensor_like
 
 from vescale_fsdp.engine.fsdp_param import FSDPParam
+from vescale_fsdp.ragged import distribute_tensor
 
 
 def take_parts_of_loads(fsdp_params: Iterable[FSDPParam]) -> None:

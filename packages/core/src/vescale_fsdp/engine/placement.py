@@ -47,12 +47,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat, devices, transfers
-from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
+from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, RaggedSpec, TensorMeta
 from vescale_fsdp.dbuffer import Codec, Comm, DBuffer
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.planner import PaddingWarning, ShardLayout, TensorSpec, advise
-from vescale_fsdp.ragged import RaggedShard, boxes_of, contiguous_strides, make_spec
+from vescale_fsdp.ragged import (
+    RaggedShard,
+    boxes_of,
+    contiguous_strides,
+    make_spec,
+    redistribute,
+)
 from vescale_fsdp.ranks import collectives
 
 
@@ -210,7 +216,7 @@ def annotated_spec(
         )
     size = torch.Size(shape)
     meta = TensorMeta(size, tuple(contiguous_strides(size)), param.dtype)
-    return DTensorSpec(axes.whole, tuple(placements), meta), sums
+    return RaggedSpec(axes.whole, tuple(placements), meta), sums
 
 
 def local_data(param: nn.Parameter) -> torch.Tensor:
@@ -265,7 +271,7 @@ def spec_at_rest(
     if any(isinstance(placement, RaggedShard) for placement in placements):
         return make_spec(mesh, placements, shape, dtype)
     meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), dtype)
-    return DTensorSpec(mesh, tuple(placements), meta)
+    return RaggedSpec(mesh, tuple(placements), meta)
 
 
 def as_gathered(view: torch.Tensor, given: DTensorSpec | None) -> torch.Tensor:
@@ -292,7 +298,7 @@ def local_gradient(gradient: torch.Tensor, given: DTensorSpec | None, axes: Axes
         for name, have, want in zip(names, gradient.placements, given.placements, strict=True)
     )
     if gradient.placements != wanted:
-        gradient = gradient.redistribute(placements=wanted)
+        gradient = redistribute(gradient, placements=wanted)
     local = gradient._local_tensor
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
 

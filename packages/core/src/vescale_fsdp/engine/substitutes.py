@@ -111,9 +111,9 @@ def _gathered(substitute: torch.Tensor, fsdp_param: FSDPParam) -> torch.Tensor:
         raise ValueError(
             f"the parameter {fsdp_param.fqn!r} was replaced by a plain nn.Parameter after the "
             "first forward: each rank would train its own. Write the values into the parameter "
-            "(`p.data = distribute_tensor(new, p.device_mesh, p.placements)`), or replace it "
-            "before `fully_shard`. For functional_call, pass a tensor that is no nn.Parameter, "
-            "such as `p.detach().requires_grad_()`"
+            "(`p.data = vescale_fsdp.ragged.distribute_tensor(new, p.device_mesh, "
+            "p.placements)`), or replace it before `fully_shard`. For functional_call, pass a "
+            "tensor that is no nn.Parameter, such as `p.detach().requires_grad_()`"
         )
     full = substitute
     if isinstance(substitute, DTensor):

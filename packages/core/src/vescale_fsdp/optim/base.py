@@ -15,19 +15,19 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
+from vescale_fsdp.compat import AsyncCollectiveTensor, RaggedSpec, TensorMeta
 from vescale_fsdp.ragged import (
     PendingTensor,
-    RaggedTensor,
     contiguous_strides,
+    distribute_tensor,
     holding_of,
     parameter_cut_into,
-    ragged_axis_of,
+    redistribute,
     wrap,
 )
 
@@ -323,7 +323,11 @@ def gradient_of(param: torch.Tensor) -> torch.Tensor:
     assert grad is not None, "parameters without a gradient are passed over"
     if isinstance(param, DTensor) and isinstance(grad, DTensor):
         placements = param._spec.placements
-        grad = grad if grad._spec.placements == placements else grad.redistribute(None, placements)
+        grad = (
+            grad
+            if grad._spec.placements == placements
+            else redistribute(grad, placements=placements)
+        )
     return local_of(grad)
 
 
@@ -355,7 +359,7 @@ def zeros_placed(
     held = holding_of(shape, placements, mesh.shape, coordinate)
     local = torch.zeros(held.local_shape, dtype=dtype, device=local_of(param).device)
     meta = TensorMeta(shape, contiguous_strides(shape), dtype)
-    return wrap(local, DTensorSpec(mesh, placements, meta))
+    return wrap(local, RaggedSpec(mesh, placements, meta))
 
 
 def assign(target: Any, value: Any) -> Any:
@@ -378,11 +382,9 @@ def _placed_like(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     spec = target._spec
     if isinstance(value, DTensor):
         if value.device_mesh == spec.mesh:
-            return local_of(value.redistribute(placements=spec.placements))
+            return local_of(redistribute(value, placements=spec.placements))
         value = value.full_tensor()
     value = value.detach().to(local_of(target).device)
-    if ragged_axis_of(spec.placements) is not None:
-        return local_of(RaggedTensor.distribute(value, spec.mesh, spec.placements))
     return local_of(distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None))
 
 

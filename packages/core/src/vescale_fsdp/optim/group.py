@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from vescale_fsdp import compat
 from vescale_fsdp.engine import HEADS, may_be_hidden
 
 
@@ -67,6 +66,14 @@ class OptimizerGroup(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"optimizers": self.optimizers}
+
+    def members(self) -> list[Optimizer]:
+        """The optimizers, in order; of a group in this one its members."""
+        return [
+            member
+            for each in self.optimizers.values()
+            for member in (each.members() if isinstance(each, OptimizerGroup) else [each])
+        ]
 
     # Attributes of an optimizer
 
@@ -232,15 +239,6 @@ def _check(optimizers: Mapping[str, Optimizer]) -> None:
                         "one optimizer"
                     )
                 owners[id(param)] = name
-
-
-def _members_of(optimizer: Optimizer) -> list[Optimizer]:
-    if not isinstance(optimizer, OptimizerGroup):
-        return [optimizer]
-    return [member for each in optimizer.optimizers.values() for member in _members_of(each)]
-
-
-compat.route_state_creation(_members_of)
 
 
 NamedParams = list[tuple[str, nn.Parameter]]

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import DTensorSpec, TensorMeta
+from vescale_fsdp.compat import RaggedSpec, TensorMeta
 from vescale_fsdp.optim.base import Group, assign, local_of, zeros_placed
 from vescale_fsdp.optim.layout import split_heights
-from vescale_fsdp.ragged import RaggedShard, contiguous_strides, wrap
+from vescale_fsdp.ragged import RaggedShard, contiguous_strides, redistribute, wrap
 
 
 def newton_schulz(
@@ -124,16 +124,16 @@ def step_by_redistribution(
     spec = param._spec
     update = direction(grad, momentum, group).bfloat16()
     meta = TensorMeta(spec.shape, contiguous_strides(spec.shape), update.dtype)
-    whole = wrap(update, DTensorSpec(spec.mesh, spec.placements, meta)).redistribute(
-        placements=_on_one(spec.placements, spec.mesh.shape, root)
-    )
+    there = _on_one(spec.placements, spec.mesh.shape, root)
+    moved = wrap(update, RaggedSpec(spec.mesh, spec.placements, meta))
+    whole = redistribute(moved, placements=there)
     local = whole._local_tensor
     if local.numel():
         result = local.reshape(spec.shape).clone()
         for matrix in _matrices(result, group):
             matrix.copy_(orthogonalized(matrix, group))
         local = result.view(local.shape)
-    returned = wrap(local, whole._spec).redistribute(placements=spec.placements)
+    returned = redistribute(wrap(local, whole._spec), placements=spec.placements)
     _apply(param, local_of(returned), group)
 
 

@@ -2,16 +2,14 @@
 
 One file per concept. Layouts: `placement` (which rank holds which units), `holdings` (boxes for any
 mix of placements), `recuts` (after a change of shape), `blocks` (of a quantized tensor, and
-their places). Moving data: `redistribute`. The tensor: `tensor` (the DTensor subclass);
-`made` for functions of torch that make it; `replicated` for one that each rank has whole, `reduced`
-for what a reduction gives.
+their places). Moving data: `moves`. The tensor: `tensor` (the DTensor subclass, and the functions
+that make it); `replicated` for one that each rank has whole, `reduced` for what a reduction gives.
 Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `views`, `gathered`,
 `reductions` with `aggregates`, `random`; `whole` for tensors that are not sharded; `watching`, for
 who wants to hear of writes.
 """
 
 from vescale_fsdp.ragged import dispatch as dispatch  # gives RaggedTensor its operators
-from vescale_fsdp.ragged import made as made  # lets functions of torch make it
 from vescale_fsdp.ragged.assignment import NAME, OPERANDS
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError, Region
 from vescale_fsdp.ragged.holdings import (
@@ -22,11 +20,20 @@ from vescale_fsdp.ragged.holdings import (
     ragged_axis_of,
     remaining_box,
 )
+from vescale_fsdp.ragged.moves import PendingTensor, as_bytes, group_along
 from vescale_fsdp.ragged.placement import RaggedShard
-from vescale_fsdp.ragged.redistribute import PendingTensor, as_bytes, group_along
 from vescale_fsdp.ragged.reductions import max_over_ranks
 from vescale_fsdp.ragged.replicated import ReplicatedTensor, wrap_replicated
-from vescale_fsdp.ragged.tensor import RaggedTensor, make_spec, parameter_cut_into, wrap, wrap_local
+from vescale_fsdp.ragged.tensor import (
+    RaggedTensor,
+    distribute_tensor,
+    from_local,
+    make_spec,
+    parameter_cut_into,
+    redistribute,
+    wrap,
+    wrap_local,
+)
 from vescale_fsdp.ragged.watching import hear_of_writes
 from vescale_fsdp.ragged.whole import access_of
 
@@ -46,6 +53,8 @@ __all__ = [
     "as_bytes",
     "boxes_of",
     "contiguous_strides",
+    "distribute_tensor",
+    "from_local",
     "group_along",
     "hear_of_writes",
     "holding_of",
@@ -53,6 +62,7 @@ __all__ = [
     "max_over_ranks",
     "parameter_cut_into",
     "ragged_axis_of",
+    "redistribute",
     "remaining_box",
     "wrap",
     "wrap_local",

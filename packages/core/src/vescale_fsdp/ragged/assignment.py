@@ -48,6 +48,10 @@ class AssignableData(TraceableDTensor):
         """Return a tensor with the same elements in other memory, without autograd."""
         raise NotImplementedError
 
+    def _placed_here(self, other: DTensor) -> DTensor:
+        """Return another DTensor of this mesh with the placements of this one. Collective."""
+        return other.redistribute(placements=self.placements)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AssignableData:
         copied = self._copied()
         copied.requires_grad_(self.requires_grad)
@@ -108,13 +112,12 @@ class AssignableData(TraceableDTensor):
             found += f" on {new.device_mesh}" if isinstance(new, DTensor) else ""
             raise ValueError(
                 f"{what} cannot be replaced by a {found}; expected a DTensor of shape "
-                f"{tuple(self.shape)} on {mesh}. Use `distribute_tensor(new, "
+                f"{tuple(self.shape)} on {mesh}. Use `vescale_fsdp.ragged.distribute_tensor(new, "
                 "p.device_mesh, p.placements)`, compute it from `p.full_tensor()`, or write to the "
                 "full parameter inside of `with unsharded(module, writeback=True)`"
             )
         with torch.no_grad():
-            plain = cast(DTensor, new.detach())
-            moved = plain.redistribute(placements=self.placements)
+            moved = self._placed_here(cast(DTensor, new.detach()))
             own, local = self._local_tensor, moved._local_tensor
             if local is own:  # ``x.data += y`` assigns what it has written to
                 return

@@ -53,8 +53,8 @@ from vescale_fsdp.ragged.gathered import (
     whole,
 )
 from vescale_fsdp.ragged.random import RANDOM
-from vescale_fsdp.ragged.reductions import number
-from vescale_fsdp.ragged.tensor import RaggedTensor, distribute
+from vescale_fsdp.ragged.reduced import number
+from vescale_fsdp.ragged.tensor import RaggedTensor, distribute_tensor
 from vescale_fsdp.ragged.views import VIEWS
 from vescale_fsdp.ragged.whole import has_size_of, tell_of_writes
 from vescale_fsdp.ranks import collectives
@@ -116,14 +116,14 @@ def _copy(func: Any, x: Any, source: torch.Tensor, *args: Any, **kwargs: Any) ->
         return run_elementwise(func, (x, source, *args), kwargs)
     if compat.local_tensor(x).is_meta:
         return x
-    values = distribute(source.detach().expand(x.shape), x.device_mesh, x.placements)
+    values = distribute_tensor(source.detach().expand(x.shape), x.device_mesh, x.placements)
     return run_elementwise(func, (x, values, *args), kwargs)
 
 
 def _masked_fill(func: Any, x: Any, mask: torch.Tensor, value: Any) -> Any:
     """``x[mask] = number`` since torch 2.15. A plain mask is that of the first rank."""
     if isinstance(x, RaggedTensor) and may_differ(mask):
-        mask = distribute(mask.detach().expand(x.shape), x.device_mesh, x.placements)
+        mask = distribute_tensor(mask.detach().expand(x.shape), x.device_mesh, x.placements)
     return run_elementwise(func, (x, mask, value), {})
 
 

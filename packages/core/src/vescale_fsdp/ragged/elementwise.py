@@ -37,8 +37,8 @@ from vescale_fsdp.ragged.mixing import (
     start_move,
     wider,
 )
+from vescale_fsdp.ragged.moves import InFlight
 from vescale_fsdp.ragged.recuts import respecified_as, same_layout
-from vescale_fsdp.ragged.redistribute import InFlight
 from vescale_fsdp.ragged.reduced import as_reduced, is_unsharded
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 from vescale_fsdp.ragged.whole import Access, access_of

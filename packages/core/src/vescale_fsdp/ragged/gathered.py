@@ -25,8 +25,8 @@ from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, pytree
 from vescale_fsdp.ragged.assignment import NAME, note_operands
 from vescale_fsdp.ragged.collectives import hint_beside_plain, is_collective, refuse_collective
 from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
+from vescale_fsdp.ragged.moves import scatter
 from vescale_fsdp.ragged.random import RANDOM, numbers_of_first_rank
-from vescale_fsdp.ragged.redistribute import scatter
 from vescale_fsdp.ragged.reduced import ReducedTensor, reduced
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor, wrap_local
 from vescale_fsdp.ragged.whole import access_of, write_locally

@@ -54,6 +54,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.holdings import ragged_axis_of
+from vescale_fsdp.ragged.moves import InFlight, done, move
 from vescale_fsdp.ragged.recuts import (
     held_here,
     rescaled,
@@ -62,8 +63,7 @@ from vescale_fsdp.ragged.recuts import (
     same_layout,
     sizes_here,
 )
-from vescale_fsdp.ragged.redistribute import InFlight, done, move
-from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
+from vescale_fsdp.ragged.tensor import RaggedTensor, redistribute, wrap_local
 
 aten = torch.ops.aten
 
@@ -282,7 +282,8 @@ def _whole(func: Any, tensor: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
         f"{func} got a ragged tensor together with {found} of shape {tuple(tensor.shape)}. Only "
         "numbers, tensors with one element and replicated DTensors of the same mesh can be "
         "combined with ragged tensors: use `DTensor.from_local(x, mesh, [Replicate()])` if every "
-        "rank has the same, `.redistribute(placements=ragged.placements)` on a DTensor, or "
+        "rank has the same, `vescale_fsdp.ragged.redistribute(x, placements=ragged.placements)` "
+        "on a DTensor, or "
         "`.full_tensor()` on the ragged one. Copies of parameters (averages, references) match if "
         "they are made after the model was sharded"
     )
@@ -337,7 +338,7 @@ def _hook_for(spec: DTensorSpec | None) -> Callable[[torch.Tensor], torch.Tensor
             own = respecified_as(spec, dtype=grad.dtype)
             # Contiguous: that of a sum is one number, expanded, which fused kernels misread.
             return wrap_local(local_part(grad._local_tensor, own).contiguous(), own, False)
-        return grad.redistribute(placements=spec.placements)
+        return redistribute(grad, placements=spec.placements)
 
     in_layout.keeps_layout = True  # type: ignore[attr-defined]
     return in_layout

@@ -43,7 +43,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.tensor.placement_types import Placement
 
@@ -311,9 +311,23 @@ class RaggedShard(Placement):
         """
         raise AttributeError(
             "RaggedShard has no 'dim': a rank holds a flat range of elements (local_range), which "
-            "may begin within a row. For code that needs torch's Shard, call "
-            "fully_shard(..., shard_placement_fn=lambda p: Shard(0))"
+            "may begin within a row. To give a tensor this placement, call "
+            "vescale_fsdp.ragged.redistribute(tensor, placements=...). For code that needs torch's "
+            "Shard, call fully_shard(..., shard_placement_fn=lambda p: Shard(0))"
         )
+
+    def _replicate_to_shard(self, *_: object) -> NoReturn:
+        """What ``DTensor.redistribute`` of a plain DTensor calls.
+
+        Raises:
+            NotImplementedError: always. It says what to do.
+        """
+        raise NotImplementedError(
+            f"DTensor.redistribute cannot cut a tensor by {self}: call "
+            "vescale_fsdp.ragged.redistribute(tensor, placements=...)"
+        )
+
+    _reduce_shard_tensor = _replicate_to_shard  # of one that is partial
 
     def is_replicate(self) -> bool:
         """False."""

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp.compat import DTensorSpec, TensorMeta
+from vescale_fsdp.compat import DTensorSpec, RaggedSpec, TensorMeta
 from vescale_fsdp.ragged.holdings import (
     Holding,
     boxes_of,
@@ -97,7 +97,7 @@ def respecified_as(
     assert meta is not None, "every DTensor that exists has its meta"
     size = meta.shape if shape is None else torch.Size(shape)
     changed = TensorMeta(size, contiguous_strides(size), dtype or meta.dtype)
-    return DTensorSpec(
+    return RaggedSpec(
         spec.mesh, spec.placements if placements is None else tuple(placements), changed
     )
 

@@ -19,11 +19,15 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from vescale_fsdp.backends import collective_device
 from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, TraceableDTensor, pytree
 from vescale_fsdp.ragged.mixing import PARTING, running_node
 from vescale_fsdp.ragged.whole import Wrap, access_of, run_locally, writes_to_plain
+from vescale_fsdp.ranks import collectives
 
 _JOINS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
+# In inference mode a tensor subclass gets ``item`` itself, not the operator inside of it.
+NUMBERS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.item.default)
 
 
 class ReducedTensor(TraceableDTensor):
@@ -42,6 +46,8 @@ class ReducedTensor(TraceableDTensor):
     ) -> Any:
         if any(issubclass(each, DTensor) and each not in (cls, DTensor) for each in types):
             return NotImplemented  # a ragged or replicated one knows what to do with this one
+        if func in NUMBERS:
+            return number(args[0])
         kwargs, access = kwargs or {}, access_of(func)
         if func in _JOINS and running_node() in PARTING:
             args = (_with_zeros(args[0]), *args[1:])
@@ -130,3 +136,19 @@ def _value(arg: Any) -> Any:
 def _replicated(tensor: DTensor) -> DTensor:
     with torch.no_grad():
         return tensor.redistribute(placements=[Replicate()] * len(tensor.placements))
+
+
+def number(tensor: DTensor) -> Any:
+    """The global number of a tensor of one element: ``item()``, ``float()``, ``bool()``, ``int()``.
+
+    Cost: none where it is replicated; else what `full_tensor` costs, so all ranks must call.
+    """
+    local = tensor._local_tensor
+    if not all(p.is_replicate() for p in tensor.placements):
+        group = collectives.mesh_group(tensor.device_mesh, 0)
+        device = collective_device(group, local.device)
+        if device != local.device:
+            tensor = DTensor(local.to(device), tensor._spec, requires_grad=False)
+        with torch.no_grad():
+            local = tensor.full_tensor()
+    return local.item()

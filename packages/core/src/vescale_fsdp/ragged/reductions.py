@@ -28,8 +28,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp import compat
-from vescale_fsdp.backends import collective_device
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
 from vescale_fsdp.ragged.recuts import (
@@ -205,22 +203,3 @@ def _of_boxes(x: RaggedTensor, over: list[int], kind: Kind) -> torch.Tensor:
         value = kind.local(part, over, dtype)
         place.copy_(kind.join(place, value.view(place.shape)))
     return total.to(kind.dtype)
-
-
-def number(tensor: DTensor) -> Any:
-    """The global number of a tensor of one element: ``item()``, ``float()``, ``bool()``, ``int()``.
-
-    Cost: none where it is replicated; else what `full_tensor` costs, so all ranks must call.
-    """
-    local = tensor._local_tensor
-    if not all(p.is_replicate() for p in tensor.placements):
-        group = collectives.mesh_group(tensor.device_mesh, 0)
-        device = collective_device(group, local.device)
-        if device != local.device:
-            tensor = DTensor(local.to(device), tensor._spec, requires_grad=False)
-        with torch.no_grad():
-            local = tensor.full_tensor()
-    return local.item()
-
-
-compat.route_numbers(number)

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
@@ -31,6 +32,7 @@ from vescale_fsdp.compat import (
     AsyncCollectiveTensor,
     DTensorSpec,
     NormPartial,
+    RaggedSpec,
     TensorMeta,
 )
 from vescale_fsdp.ragged import watching
@@ -42,9 +44,9 @@ from vescale_fsdp.ragged.holdings import (
     normalized,
     ragged_axis_of,
 )
+from vescale_fsdp.ragged.moves import PendingTensor, move, respecified, scatter
 from vescale_fsdp.ragged.placement import RaggedShard, _rebuild_placement
 from vescale_fsdp.ragged.recuts import coordinate_of, held_here, range_here, respecified_as
-from vescale_fsdp.ragged.redistribute import PendingTensor, move, respecified, scatter
 
 WAYS_OUT = (  # for errors
     "Use `tensor.full_tensor()` for the whole tensor on every rank, "
@@ -72,6 +74,7 @@ class RaggedTensor(AssignableData):
     instead. File `dispatch` has the table.
     """
 
+    spec_type = RaggedSpec
     # No ``__slots__``: torch copies the slots that `self.__slots__` names, DTensor's.
     run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # by `dispatch`
     run_and_tell: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # too
@@ -199,21 +202,17 @@ class RaggedTensor(AssignableData):
             NotImplementedError: another mesh, or a placement unknown here.
             RuntimeError: no placements, or ``Partial`` on an axis where the tensor is not partial.
         """
-        if device_mesh is not None and device_mesh != self.device_mesh:
-            raise NotImplementedError(
-                f"redistribute from {self.device_mesh} to another mesh ({device_mesh}) is not "
-                "supported yet; use full_tensor() and distribute the result"
-            )
-        if placements is None:
-            raise RuntimeError("redistribute needs placements, one for each axis of the mesh")
-        coordinate_of(self._spec)  # raises on a rank outside of the mesh
-        target = respecified(self._spec, placements)
-        if self._spec.placements == target.placements and forward_dtype in (None, self.dtype):
-            return self
-        moved: DTensor = _Redistribute.apply(  # type: ignore[no-untyped-call]
-            self, target.placements, async_op, forward_dtype, backward_dtype
+        return redistribute(
+            self,
+            device_mesh,
+            placements,
+            async_op=async_op,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
         )
-        return moved
+
+    def _placed_here(self, other: DTensor) -> DTensor:
+        return redistribute(other, placements=self.placements)
 
     def _copied(self) -> RaggedTensor:
         return wrap_local(self._arrived().clone(), self._spec, False)
@@ -248,7 +247,7 @@ class RaggedTensor(AssignableData):
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
-            WriteItem(
+            _BoxItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
@@ -284,6 +283,10 @@ class RaggedTensor(AssignableData):
             ) from error
 
 
+class _BoxItem(WriteItem):
+    """One box of a RaggedTensor, as `compat.refuse_lost_boxes` knows it."""
+
+
 def make_spec(
     mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
@@ -295,7 +298,7 @@ def make_spec(
     placements = normalized(placements, len(shape))
     check_placements(shape, placements, mesh.shape)
     shape = torch.Size(shape)
-    return DTensorSpec(mesh, placements, TensorMeta(shape, contiguous_strides(shape), dtype))
+    return RaggedSpec(mesh, placements, TensorMeta(shape, contiguous_strides(shape), dtype))
 
 
 def wrap_local(local: torch.Tensor, spec: DTensorSpec, requires_grad: bool) -> RaggedTensor:
@@ -315,18 +318,64 @@ def _rebuild(
     return tensor
 
 
-def distribute(
+def from_local(
+    local_tensor: torch.Tensor,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    shape: Sequence[int],
+) -> DTensor:
+    """``DTensor.from_local`` for any placements: `RaggedTensor.from_local` if one is ragged.
+
+    Args:
+        shape: of the whole tensor, which is row-major.
+    """
+    if _are_ragged(placements):
+        return RaggedTensor.from_local(local_tensor, device_mesh, placements, shape=shape)
+    whole, stride = torch.Size(shape), contiguous_strides(shape)
+    made: DTensor = DTensor.from_local(
+        local_tensor, device_mesh, placements, run_check=False, shape=whole, stride=stride
+    )
+    return made
+
+
+def _from_torch(
+    local_tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement],
+    *,
+    shape: Sequence[int] | None = None,
+    **ignored: Any,
+) -> RaggedTensor:
+    """``DTensor.from_local`` with a RaggedShard. Nothing is compared between ranks."""
+    if shape is None or device_mesh is None:
+        raise TypeError(
+            f"DTensor.from_local with {list(placements)} needs the mesh, and the shape of the "
+            "whole tensor, which flat parts do not tell: add shape=p.shape, stride=p.stride(), or "
+            "call vescale_fsdp.ragged.from_local"
+        )
+    return RaggedTensor.from_local(local_tensor, device_mesh, placements, shape=shape)
+
+
+def distribute_tensor(
     tensor: torch.Tensor,
     device_mesh: DeviceMesh,
     placements: Sequence[Placement],
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """``torch.distributed.tensor.distribute_tensor`` where a placement is ragged.
+    """``torch.distributed.tensor.distribute_tensor`` for any placements. Collective.
 
     The values are those of the rank ``src_data_rank`` on every axis of the mesh, which sends each
-    rank its part; with None each rank cuts its own.
+    rank its part; with None each rank cuts its own, without communication.
+
+    Raises:
+        ValueError: the placements do not fit the tensor, or one is ``Partial``; or it is a DTensor
+            with other placements already.
+        RuntimeError: it is no leaf.
     """
+    if not _are_ragged(placements):
+        return torch_distribute_tensor(tensor, device_mesh, placements, src_data_rank=src_data_rank)
     if not tensor.is_leaf:
         raise RuntimeError("distribute_tensor needs a leaf; got a tensor that was computed")
     if isinstance(tensor, DTensor):
@@ -346,6 +395,51 @@ def distribute(
         ragged = wrap_local(scatter(tensor.detach(), spec, src_data_rank).wait(), spec, False)
     ragged.requires_grad_(tensor.requires_grad)
     return ragged
+
+
+def redistribute(
+    tensor: DTensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    """``tensor.redistribute`` for any DTensor and any placements. Differentiable, collective.
+
+    That of a plain DTensor does not take a RaggedShard. File `moves` has the cost.
+
+    Raises:
+        ValueError, NotImplementedError, RuntimeError: as `RaggedTensor.redistribute`.
+    """
+    if not (isinstance(tensor, RaggedTensor) or _are_ragged(placements)):
+        return tensor.redistribute(
+            device_mesh,
+            placements,
+            async_op=async_op,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+        )
+    if device_mesh is not None and device_mesh != tensor.device_mesh:
+        raise NotImplementedError(
+            f"redistribute from {tensor.device_mesh} to another mesh ({device_mesh}) is not "
+            "supported yet; use full_tensor() and distribute the result"
+        )
+    if placements is None:
+        raise RuntimeError("redistribute needs placements, one for each axis of the mesh")
+    coordinate_of(tensor._spec)  # raises on a rank outside of the mesh
+    target = respecified(tensor._spec, placements)
+    if tensor._spec.placements == target.placements and forward_dtype in (None, tensor.dtype):
+        return tensor
+    moved: DTensor = _Redistribute.apply(  # type: ignore[no-untyped-call]
+        tensor, target.placements, async_op, forward_dtype, backward_dtype
+    )
+    return moved
+
+
+def _are_ragged(placements: Sequence[Placement] | None) -> bool:
+    return any(isinstance(each, RaggedShard) for each in placements or ())
 
 
 def fill(ragged: RaggedTensor, full_tensor: torch.Tensor) -> RaggedTensor:
@@ -422,7 +516,7 @@ class _FromLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: DTensor | None) -> Any:
         if grad is None:
             return None, None
-        return grad.redistribute(placements=ctx.placements).to_local(), None
+        return redistribute(grad, placements=ctx.placements).to_local(), None
 
 
 class _Redistribute(torch.autograd.Function):
@@ -448,7 +542,7 @@ class _Redistribute(torch.autograd.Function):
             return None, None, None, None, None
         dtype = ctx.backward_dtype or ctx.dtype
         cast_grad = cast(DTensor, grad.to(dtype))
-        moved = cast_grad.redistribute(placements=ctx.placements).to(ctx.dtype)
+        moved = redistribute(cast_grad, placements=ctx.placements).to(ctx.dtype)
         return moved, None, None, None, None
 
 
@@ -476,16 +570,28 @@ def _moved(
 
 # torch.optim goes by exact type; without this it would loop per tensor in silence.
 compat.support_foreach(RaggedTensor)
-# ``torch.distributed.checkpoint`` would keep one box of each tensor in a file of safetensors.
-compat.write_all_boxes()
-compat.refuse_overwriting(
-    "the file of {name!r} has tensors of several ranks, and HuggingFaceStorageWriter would keep "
-    "only what the last of them writes: pass save_distributed=True and enable_consolidation=True, "
-    "or call vescale_fsdp.checkpoint.save_safetensors(path, model)"
+compat.wrap_from_local(lambda placement: isinstance(placement, RaggedShard), _from_torch)
+compat.refuse_boxes(
+    lambda placement: isinstance(placement, RaggedShard),
+    "{placements} gives a rank a flat range, which has no shape and offset of its own. To "
+    "load a whole state dict, call set_model_state_dict of vescale_fsdp.checkpoint.state_dict; for "
+    "zeros, torch.zeros_like(parameter); for the range, RaggedShard.local_range(shape, rank); for "
+    "code that slices tensors by Shard, fully_shard(..., shard_placement_fn=lambda p: Shard(0))",
+)
+compat.refuse_lost_boxes(
+    lambda item: isinstance(item, _BoxItem),
+    "a rank's part of {name!r} is several boxes, of which HuggingFaceStorageWriter would keep one: "
+    "pass planner=vescale_fsdp.checkpoint.SavePlanner() to dcp.save, or call "
+    "vescale_fsdp.checkpoint.save_safetensors(path, model)",
+    "several ranks have parts of {name!r}, and HuggingFaceStorageWriter would keep only what the "
+    "last of them writes: pass save_distributed=True and enable_consolidation=True, or call "
+    "vescale_fsdp.checkpoint.save_safetensors(path, model)",
+    "{name!r} has no dimensions, and the consolidation of HuggingFaceStorageWriter would write a "
+    "zero for it: call vescale_fsdp.checkpoint.save_safetensors(path, model)",
 )
 # What ``torch.load(weights_only=True)`` may call; these only build what they are given.
 torch.serialization.add_safe_globals(
-    [NormPartial, RaggedShard, RaggedTensor, _rebuild, _rebuild_placement]
+    [NormPartial, RaggedShard, RaggedSpec, RaggedTensor, _rebuild, _rebuild_placement]
 )
 
 

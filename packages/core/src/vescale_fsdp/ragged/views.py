@@ -40,7 +40,7 @@ from vescale_fsdp.ragged.recuts import (
     sizes_here,
     sliced,
 )
-from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor, wrap_local
+from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor, redistribute, wrap_local
 
 aten = torch.ops.aten
 
@@ -255,7 +255,7 @@ def _whole_of(
         expected = _part_spec(func, spec, lower, upper, drop)
         moved: DTensor = grad
         if not same_layout(grad._spec, expected):
-            moved = grad.redistribute(placements=expected.placements)
+            moved = redistribute(grad, placements=expected.placements)
         local[_local_slice(spec, lower, upper)] = moved._local_tensor
     return wrap_local(local, spec, False)
 
