@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from vescale_fsdp import CPUOffloadPolicy, QuantizedGather, fully_shard, late_modules, unsharded
+from vescale_fsdp.ragged import distribute_tensor
 from vescale_fsdp.testing import run_ranks
 
 from .subclasses import Narrow, wrap_weights

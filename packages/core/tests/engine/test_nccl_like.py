@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard
 from torch.optim import SGD, AdamW
 
 from vescale_fsdp import (
@@ -34,6 +34,7 @@ from vescale_fsdp.checkpoint.state_dict import (
 from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.optim import SOAP, Muon, OptimizerGroup, Shampoo
+from vescale_fsdp.ragged import distribute_tensor
 from vescale_fsdp.testing import run_ranks
 
 from .accelerator import DEVICE, NCCLLike, nccl_like_world

@@ -53,6 +53,29 @@ def test_small_units_share_ranges() -> None:
         assert any(name.startswith("vescale::reduce(2 to") for name in names)
 
 
+def names_of_gathers() -> Counter[str]:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    fully_shard(model)
+    weight, bias = model[0].weight.detach(), model[1].bias
+    with profile(activities=[ProfilerActivity.CPU]) as found, torch.no_grad():
+        bias.mul_(0.5)
+        weight.add_(1.0).norm().item()
+        model[0].weight.T.sum()  # a view that is no range of the storage
+        bias @ bias
+        weight.sort()
+    names = [event.name for event in found.events() or []]
+    return Counter(name for name in names if name.startswith("vescale::"))
+
+
+def test_what_gathers_outside_of_a_forward_is_seen() -> None:
+    for names in run_ranks(names_of_gathers, 2):
+        assert names == {
+            "vescale::gather(0.weight)": 1,
+            "vescale::gather(1.bias)": 2,  # each operand
+            "vescale::gather(shape (8, 8))": 1,  # of a tensor without a name
+        }
+
+
 # The report
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import Granularity, fully_shard
-from vescale_fsdp.ragged import RaggedShard
+from vescale_fsdp.ragged import RaggedShard, distribute_tensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import full_gradients, full_parameters

@@ -32,6 +32,7 @@ from vescale_fsdp import (
     unsharded,
 )
 from vescale_fsdp.optim import SOAP, AdamW8bit, Muon, flatten_
+from vescale_fsdp.ragged import redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .models import make
@@ -328,7 +329,7 @@ def check_uneven_states(path: Path) -> None:
         moved = embedding.redistribute(placements=placements)
         assert torch.equal(moved.full_tensor(), weights["embedding.weight"])
         assert torch.equal(
-            moved.redistribute(placements=embedding.placements).to_local(), embedding.to_local()
+            redistribute(moved, placements=embedding.placements).to_local(), embedding.to_local()
         )
     torch.testing.assert_close(embedding.mean().full_tensor(), weights["embedding.weight"].mean())
     twin = copy.deepcopy(model).double()

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
 
 from vescale_fsdp import fully_shard
+from vescale_fsdp.ragged import distribute_tensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import full_parameters

@@ -58,11 +58,14 @@ class Report:
             reductions" and "issuing" (of all-gathers and reductions). A unit has the name of its
             module; the root is "root".
         optimizer: the time of the optimizer's steps.
+        gathers: the time of all-gathers for operators on shards, by parameter: of ``w.T`` or
+            ``w @ x`` outside of a forward. Not in the time of the optimizer.
     """
 
     step: float
     units: dict[str, dict[str, float]] = field(default_factory=dict)
     optimizer: float = 0.0
+    gathers: dict[str, float] = field(default_factory=dict)
 
     def total(self, what: str) -> float:
         """The sum of one column of `units`."""
@@ -72,6 +75,7 @@ class Report:
     def other(self) -> float:
         """The time that is in no column and not in the optimizer, for example for data and loss."""
         named = sum(self.total(what) for what in _COLUMNS) + self.optimizer
+        named += sum(self.gathers.values())
         return max(0.0, self.step - named)
 
     @property
@@ -131,6 +135,13 @@ class Report:
             f"ms a step: {self.step:.2f}, of which optimizer {self.optimizer:.2f}, "
             f"other {self.other:.2f}"
         )
+        if self.gathers:
+            slowest = sorted(self.gathers, key=self.gathers.__getitem__, reverse=True)
+            shown = ", ".join(f"{name} {self.gathers[name]:.2f}" for name in slowest[:5])
+            more = f", and {len(slowest) - 5} others" if len(slowest) > 5 else ""
+            lines.append(
+                f"ms a step of gathers for operators on shards (p.T, p @ x): {shown}{more}"
+            )
         return "\n".join([*lines, self.advice])
 
 
@@ -264,6 +275,9 @@ def report_of(
                 report.optimizer += own_ms
                 continue
             kind, unit = found.groups()
+            if kind == "gather":
+                report.gathers[unit] = report.gathers.get(unit, 0.0) + own_ms
+                continue
             times = report.units.setdefault(unit, {})
             times[column_of[kind]] = times.get(column_of[kind], 0.0) + own_ms
     return report

@@ -46,6 +46,8 @@ class OptimizerGroup(Optimizer):
         ValueError: there is no optimizer, or a parameter is in two of them.
     """
 
+    _has_stepped = False  # or has loaded states
+
     def __init__(
         self,
         optimizers: Mapping[str, Optimizer] | Iterable[Optimizer] = (),
@@ -84,8 +86,13 @@ class OptimizerGroup(Optimizer):
 
     @property
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
-        """The states of all members by parameter; writes change the member's state."""
-        return _States(self.optimizers)
+        """The states of all members by parameter; writes change the member's state.
+
+        It is false before the first step, while any member has none. Then torch's
+        ``get_optimizer_state_dict`` makes them, in a step on zeros, as for one optimizer: some have
+        theirs from the beginning, and it would take the group for one that has.
+        """
+        return _States(self.optimizers, has_stepped=self._has_stepped)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -108,7 +115,7 @@ class OptimizerGroup(Optimizer):
         Returns:
             The result of the closure.
         """
-        loss = None
+        loss, self._has_stepped = None, True
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -166,7 +173,7 @@ class OptimizerGroup(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        groups, state = state_dict["param_groups"], state_dict["state"]
+        groups, state, self._has_stepped = state_dict["param_groups"], state_dict["state"], True
         expected = {name: len(each.param_groups) for name, each in self.optimizers.items()}
         if len(groups) != sum(expected.values()):
             raise ValueError(
@@ -187,8 +194,12 @@ class OptimizerGroup(Optimizer):
 class _States(MutableMapping[Any, Any]):
     """The states of several optimizers as one mapping."""
 
-    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
-        self._members = list(optimizers.values())
+    def __init__(self, optimizers: Mapping[str, Optimizer], *, has_stepped: bool) -> None:
+        self._members, self._has_stepped = list(optimizers.values()), has_stepped
+
+    def __bool__(self) -> bool:
+        is_whole = self._has_stepped or all(each.state for each in self._members)
+        return is_whole and len(self) > 0
 
     def _states_with(self, key: Any) -> MutableMapping[Any, Any]:
         for each in self._members:

@@ -53,10 +53,11 @@ from vescale_fsdp.ragged.gathered import (
     whole,
 )
 from vescale_fsdp.ragged.random import RANDOM
+from vescale_fsdp.ragged.recuts import respecified_as
 from vescale_fsdp.ragged.reduced import number
 from vescale_fsdp.ragged.tensor import RaggedTensor, distribute_tensor
 from vescale_fsdp.ragged.views import VIEWS
-from vescale_fsdp.ragged.whole import has_size_of, tell_of_writes
+from vescale_fsdp.ragged.whole import access_of, has_size_of, tell_of_writes
 from vescale_fsdp.ranks import collectives
 
 aten = torch.ops.aten
@@ -178,6 +179,33 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         NotImplementedError: the operator cannot run on shards, or not yet.
         ValueError: the arguments do not mix.
     """
+    # The short way of ``p.add_(g, alpha=-lr)`` and the like, which optimizers call for each tensor:
+    # all are ragged with one spec, or numbers, and so the local parts go together as they are.
+    way = _WAYS.get(func)
+    if way is None:
+        way = _WAYS[func] = _way_of(func)
+    if way is not _LONG and {*map(type, kwargs.values())} <= _NUMBERS:
+        spec, locals_ = None, []
+        for arg in args:
+            if type(arg) is RaggedTensor and (spec is None or arg._spec is spec):
+                spec = arg._spec
+                locals_.append(arg._local_tensor)
+            elif type(arg) in _NUMBERS:
+                locals_.append(arg)
+            else:
+                break
+        else:
+            if spec is not None and len(spec.placements) == 1:
+                if way is _WRITES:
+                    torch.autograd.graph.increment_version(locals_[:1])
+                    func(*locals_, **kwargs)
+                    return args[0]
+                result = func(*locals_, **kwargs)
+                meta = spec.tensor_meta
+                assert meta is not None, "specs of ragged tensors are made with their meta"
+                if result.dtype != meta.dtype:
+                    spec = respecified_as(spec, dtype=result.dtype)
+                return RaggedTensor.__new__(RaggedTensor, result, spec, requires_grad=False)
     handler = _HANDLERS.get(func)
     try:
         if handler is not None:
@@ -197,6 +225,23 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     except (NotImplementedError, ValueError) as error:
         note_operands(error, pytree.tree_leaves((args, kwargs)))
         raise
+
+
+_NUMBERS = {float, int, bool}
+_LONG, _WRITES, _MAKES = "long", "writes", "makes"
+_WAYS: dict[Any, str] = {}  # by operator
+
+
+def _way_of(func: Any) -> str:
+    """Whether an element-wise operator of single tensors writes to its first, or makes a tensor."""
+    access = access_of(func)
+    is_special = func in _HANDLERS and func is not aten.copy_.default
+    is_of_one = not (access.has_lists or access.has_out) and access.num_returns == 1
+    if is_special or not is_of_one or access.is_view or not _is_elementwise(func):
+        return _LONG
+    if access.writes:
+        return _WRITES if [place for place, _ in access.positions] == [0] else _LONG
+    return _MAKES if str(func._schema.returns[0].type) == "Tensor" else _LONG
 
 
 @cache

@@ -8,8 +8,8 @@ else may stand beside them. Lists (``foreach``, ``fused``) are matched position 
 position without a ragged tensor goes to torch's own dispatch. A write to a tensor that all ranks
 have (a state of ``grad.new_zeros(rows, 1)``) gathers the ragged arguments.
 
-Optimizers call these for thousands of tensors in each step: tensors that share a spec object are
-matched by its identity.
+Optimizers call these for thousands of tensors in each step: tensors of a list that share a spec
+object are matched by its identity. Those of one tensor take a shorter way (file `dispatch`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -43,7 +42,6 @@ from vescale_fsdp.ragged.reduced import as_reduced, is_unsharded
 from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
 from vescale_fsdp.ragged.whole import Access, access_of
 
-_NUMBERS = (float, int, bool)
 _OF_STATES = (  # whose step is the first to see them: torch loads states as they are
     ". If it is the state of an optimizer, optimizer.load_state_dict has loaded whole states: load "
     "them by vescale_fsdp.checkpoint.full.load_optimizer(model, optimizer, states), which gives "
@@ -59,12 +57,6 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         NotImplementedError: an argument is partial, and the operator is not linear.
     """
     access = access_of(func)
-    if _counts_first(func):
-        locals_ = _locals_of_one_spec(args, kwargs)
-        if locals_ is not None:
-            torch.autograd.graph.increment_version(locals_[:1])
-            func(*locals_, **kwargs)
-            return args[0]
     # It describes the global tensor, and means nothing for a flat local part.
     kwargs.pop("memory_format", None)
     try:
@@ -98,14 +90,6 @@ def run_elementwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if access.writes:
         return access.returned(args, kwargs)
     return operands.wrap(result)
-
-
-@cache
-def _counts_first(func: Any) -> bool:
-    """Whether an operator writes to its first argument alone, which is no list, and returns it."""
-    access = access_of(func)
-    is_plain = not (access.has_lists or access.has_out) and access.num_returns == 1
-    return is_plain and [place for place, _ in access.positions] == [0]
 
 
 def _enlarges(args: Sequence[Any], spec: DTensorSpec) -> bool:
@@ -194,25 +178,6 @@ def _run_on_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     with torch.no_grad():  # autograd has been here
         args, kwargs = pytree.tree_map(lambda arg: whole(func, arg), (args, kwargs))
         return func(*args, **kwargs)
-
-
-def _locals_of_one_spec(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any] | None:
-    """What an operator on ragged tensors of one spec and numbers gets; None for all else.
-
-    The short way of ``p.add_(g, alpha=-lr)`` and the like, which optimizers call for each tensor.
-    """
-    spec = getattr(args[0], "_spec", None)
-    if spec is None or len(spec.placements) > 1:
-        return None
-    found = []
-    for arg in args:
-        if type(arg) is RaggedTensor and arg._spec is spec:
-            found.append(arg._local_tensor)
-        elif type(arg) in _NUMBERS:
-            found.append(arg)
-        else:
-            return None
-    return found if all(type(each) in _NUMBERS for each in kwargs.values()) else None
 
 
 def run_new(func: Any, x: RaggedTensor, size: Sequence[int], *args: Any, **kwargs: Any) -> Any:

@@ -78,10 +78,11 @@ class Habits(Player):
 
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             inputs = {each.data_ptr() for each in tree_leaves(args) if isinstance(each, Tensor)}
-            for number, each in enumerate(tree_leaves(output)[: 1 if casts else None]):
+            for number, each in enumerate([] if casts else tree_leaves(output)):
                 is_input = isinstance(each, Tensor) and each.data_ptr() in inputs
                 if isinstance(each, Tensor) and each.requires_grad and not is_input:
-                    each.register_hook(lambda g, factor=0.5 + number: factor * g)
+                    factor = 0.5 + number
+                    each.register_hook(lambda g, by=factor: None if g is None else by * g)
 
         self.model.get_submodule(path).register_forward_hook(hook)
 
