@@ -319,6 +319,35 @@ def test_a_unit_that_hands_on_its_input_is_gathered_once() -> None:
     run_ranks(check_gathers_of_a_backward, 2, timeout_s=TIMEOUT_S)
 
 
+class FrozenAround(nn.Module):
+    """Its first and its last module are one unit, which nothing trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(5, 5) for _ in range(3))
+        self.first.requires_grad_(False)
+        self.last.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def check_gathers_of_frozen_modules() -> None:
+    model = make(FrozenAround)
+    fully_shard([model.first, model.last], reshard_after_forward=True)
+    fully_shard(model)
+    for step in range(3):
+        loss = model(my_inputs(step).requires_grad_()).square().mean()
+        with CommDebugMode() as comms:
+            loss.backward()
+        gathers = [n for name, n in comms.get_comm_counts().items() if "gather" in str(name)]
+        assert sum(gathers) == 1, comms.get_comm_counts()
+
+
+def test_frozen_modules_of_one_unit_are_gathered_once() -> None:
+    run_ranks(check_gathers_of_frozen_modules, 2, timeout_s=TIMEOUT_S)
+
+
 class WithMethod(MLP):
     """Has a second entry beside ``forward``, which calls ``forward`` in turn."""
 

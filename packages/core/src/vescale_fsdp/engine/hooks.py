@@ -308,7 +308,8 @@ def pre_forward(
     if call is not running.shared:
         call.show()
         is_list = len(unit.module_refs) > 1 and not unit.offloads_activations
-        running.shared = call if is_list else None
+        # Without nodes the boundary of each module ends a call of its own.
+        running.shared = call if is_list and call.nodes else None
     _use_substitutes(unit)
     if not call.nodes:
         args, kwargs = boundary.enter(call, (args, kwargs), copies)
