@@ -1,8 +1,9 @@
-"""Whole state dicts go in and out through torch's own functions, as they do with FSDP2."""
+"""Whole state dicts go in and out as they do with FSDP2: out by torch's functions, in by ours."""
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from vescale_fsdp import Granularity, fully_shard
@@ -144,6 +145,52 @@ def check_another_shape_is_refused() -> None:
     assert_bit_equal(full_parameters(ours), before)
 
 
+def check_other_names(options: StateDictOptions) -> None:
+    """All ranks hear of it, also those that have passed in nothing."""
+    ours = shard(make(1))
+    other = {**make(0).state_dict(), "more": torch.ones(2)}
+    del other["middle.bias"]
+    with pytest.raises(RuntimeError, match=r"middle.bias(.|\n)*more"):
+        set_model_state_dict(ours, given(other, options), options=options)
+    loose = dataclasses.replace(options, strict=False)
+    missing, unexpected = set_model_state_dict(ours, given(other, options), options=loose)
+    assert (missing, unexpected) == (["middle.bias"], ["more"])
+
+
+def check_flat_states(options: StateDictOptions) -> None:
+    flat = dataclasses.replace(options, flatten_optimizer_state_dict=True)
+    out = StateDictOptions(flatten_optimizer_state_dict=True)
+    plain, ours = make(0), shard(make(0))
+    optimizers = trained(plain), torch.optim.AdamW(ours.parameters(), lr=0.01)
+    states = get_optimizer_state_dict(plain, optimizers[0], options=out)
+    set_optimizer_state_dict(ours, optimizers[1], given(states, options), options=flat)
+    found = get_optimizer_state_dict(
+        ours, optimizers[1], options=StateDictOptions(full_state_dict=True)
+    )["state"]
+    for name, expected in get_optimizer_state_dict(plain, optimizers[0])["state"].items():
+        if dist.get_rank() == 0:
+            assert_bit_equal(found[name], expected)
+
+
+def check_several_optimizers(options: StateDictOptions) -> None:
+    def two(model: nn.Module) -> list[torch.optim.Optimizer]:
+        first, *rest = model.parameters()
+        return [torch.optim.AdamW([first]), torch.optim.SGD(rest, 0.1, momentum=0.9)]
+
+    plain, ours = make(0), shard(make(0))
+    before, after = two(plain), two(ours)
+    for optimizer in before:
+        step(plain, optimizer, 0)
+    states = get_optimizer_state_dict(plain, before)
+    set_optimizer_state_dict(ours, after, given(states, options), options=options)
+    for old, new in zip(before, after, strict=True):
+        for param, other in zip(plain.parameters(), ours.parameters(), strict=True):
+            for key, value in old.state.get(param, {}).items():
+                mine = new.state[other][key]
+                whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+                assert torch.equal(whole, value), key
+
+
 class Fused(Net):
     """Files have two halves of a weight, which a hook puts together."""
 
@@ -247,6 +294,9 @@ def on_two_ranks() -> None:
     for options in (FULL, FROM_RANK_0):
         check_values_arrive(options)
         check_training_goes_on(options)
+        check_other_names(options)
+        check_flat_states(options)
+        check_several_optimizers(options)
     check_values_come_out()
     check_optimizer_comes_out()
     check_meta_models()
