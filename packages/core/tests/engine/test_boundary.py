@@ -319,6 +319,52 @@ def test_a_unit_that_hands_on_its_input_is_gathered_once() -> None:
     run_ranks(check_gathers_of_a_backward, 2, timeout_s=TIMEOUT_S)
 
 
+class Remembers(nn.Module):
+    """Puts what it makes into the list that it was given, writes to its input, and returns both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor, made: list[Tensor]) -> tuple[Tensor, list[Tensor], Tensor]:
+        before = x.clone()
+        made.append(torch.tanh(self.a(before)))
+        y = torch.tanh(self.b(before))
+        x += torch.tanh(self.a(before))
+        return y, made, x
+
+
+class Remembering(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList([Remembers(), Remembers()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor], Tensor]:
+        made: list[Tensor] = []
+        y = x = x.clone()
+        for unit in self.units:
+            y, made, x = unit(x, made)
+        return y, made, x
+
+
+def check_what_was_put_into_inputs(which: int) -> None:
+    """A backward through that alone."""
+    ours, plain = make(Remembering), make(Remembering)
+    shard_units(ours, units_of(ours), reshard_after_forward=True)
+    for step in range(3):
+        for model in (ours, plain):
+            model.zero_grad()
+            out = model(my_inputs(step))[which]
+            (sum(out) if isinstance(out, list) else out).square().mean().backward()
+        ours_, plain_ = full_gradients(ours), averaged_gradients(plain)
+        torch.testing.assert_close(ours_, plain_)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_a_forward_puts_into_its_inputs_is_its_own(which: int) -> None:
+    run_ranks(check_what_was_put_into_inputs, 2, which, timeout_s=TIMEOUT_S)
+
+
 class FrozenAround(nn.Module):
     """Its first and its last module are one unit, which nothing trains."""
 

@@ -191,6 +191,55 @@ def check_several_optimizers(options: StateDictOptions) -> None:
                 assert torch.equal(whole, value), key
 
 
+def check_states_of_some(options: StateDictOptions) -> None:
+    """The optimizer has stepped, but one parameter had no gradient."""
+
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        model[0](torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    torch.manual_seed(0)
+    plain, ours = (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)) for _ in range(2))
+    fully_shard(ours[0])
+    fully_shard(ours)
+    optimizers = torch.optim.AdamW(plain.parameters(), 0.1), adam(ours)
+    plain(torch.ones(1, 3)).sum().backward()
+    optimizers[0].step()
+    states = get_optimizer_state_dict(plain, optimizers[0])
+    set_optimizer_state_dict(ours, optimizers[1], given(states, options), options=options)
+    for param, other in zip(plain.parameters(), ours.parameters(), strict=True):
+        found = optimizers[1].state[other]["exp_avg"]
+        assert type(found) is type(other.detach())
+        assert torch.equal(found.full_tensor(), optimizers[0].state[param]["exp_avg"])
+
+
+def check_sharded_tensors_are_not_sent() -> None:
+    ours = shard(make(0))
+    with pytest.raises(TypeError, match=r"'scale' is a DTensor: .* pass whole tensors"):
+        set_model_state_dict(ours, ours.state_dict(), options=FROM_RANK_0)
+
+
+def check_kinds_of_numbers() -> None:
+    """Gloo sends few of them; no file of ours is needed to read what is plain."""
+    model = nn.Linear(4, 4)
+    for number, dtype in enumerate((torch.int16, torch.bool, torch.complex64)):
+        model.register_buffer(f"b{number}", torch.zeros(3, dtype=dtype))
+    fully_shard(model)
+    state = {
+        name: torch.ones(value.shape, dtype=value.dtype)
+        for name, value in model.state_dict().items()
+    }
+    set_model_state_dict(model, given(state, FROM_RANK_0), options=FROM_RANK_0)
+    assert all(model.get_buffer(f"b{number}").all() for number in range(3))
+    rows = model.weight.detach().redistribute(placements=[Shard(0)])
+    file = io.BytesIO()
+    torch.save([rows, rows.sum()], file)
+    assert b"vescale_fsdp" not in file.getvalue()
+
+
 class Fused(Net):
     """Files have two halves of a weight, which a hook puts together."""
 
@@ -297,6 +346,9 @@ def on_two_ranks() -> None:
         check_other_names(options)
         check_flat_states(options)
         check_several_optimizers(options)
+        check_states_of_some(options)
+    check_sharded_tensors_are_not_sent()
+    check_kinds_of_numbers()
     check_values_come_out()
     check_optimizer_comes_out()
     check_meta_models()

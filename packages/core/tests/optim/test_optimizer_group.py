@@ -218,6 +218,21 @@ def test_mistakes_are_named() -> None:
     assert len(group.param_groups) == 3
 
 
+def test_a_look_at_states_does_not_change_them() -> None:
+    """Torch makes those of an optimizer without any by a step. One of SGD's never has any."""
+    net = make_net()
+    group = OptimizerGroup([AdamW([net.head.weight]), SGD([net.head.bias], 0.1)])
+    backward(net, 0)
+    for member in group.optimizers.values():
+        member.step()
+    for model, each in ((net, group), copy.deepcopy((net, group))):
+        each.zero_grad()
+        before = copy.deepcopy(list(each.optimizers["0"].state.values()))
+        get_optimizer_state_dict(model, each)
+        for old, new in zip(before, each.optimizers["0"].state.values(), strict=True):
+            assert all(torch.equal(old[key], new[key]) for key in old)
+
+
 # On ranks, through torch's functions
 
 

@@ -20,6 +20,8 @@ from vescale_fsdp.ragged import RaggedTensor, redistribute
 class SavePlanner(DefaultSavePlanner):
     """Each rank saves one box of each tensor, as ``HuggingFaceStorageWriter`` needs it.
 
+    Not for ``async_save``: planning communicates, and would do so beside the training.
+
     Cost: where a part of a tensor is several boxes, one all-to-all that moves it to ``Shard(0)``,
     and the memory of the part.
     """

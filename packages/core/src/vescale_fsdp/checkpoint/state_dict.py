@@ -14,8 +14,9 @@ is theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from vescale_fsdp import compat
 from vescale_fsdp.backends import collective_device
 from vescale_fsdp.checkpoint import encoding, full
 from vescale_fsdp.checkpoint.manifest import DTYPES
+from vescale_fsdp.errors import CheckpointValueError
+from vescale_fsdp.ragged import as_bytes
 from vescale_fsdp.ranks import collectives, everyone
 
 __all__ = [
@@ -72,12 +75,14 @@ def set_model_state_dict(
 
     Raises:
         CheckpointMismatchError: a tensor has another shape.
+        CheckpointValueError: what the first rank is to send is a DTensor, or needs a pickle.
         RuntimeError: names are missing or unexpected, and ``strict`` is set.
     """
     options = options or StateDictOptions()
     if not _is_whole(options):
         return torch_set_model(model, dict(model_state_dict), options=options)
-    own = {compat.fqn_of(model, path): (path, v) for path, v in model.state_dict().items()}
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers())
+    own = {compat.fqn_of(model, path): (path, tensor) for path, tensor in tensors}
     targets = {name: value for name, (_, value) in own.items()}
     state = _placed(model_state_dict, targets, options)
     loaded = {own[name][0] if name in own else name: value for name, value in state.items()}
@@ -94,7 +99,7 @@ def set_optimizer_state_dict(
 ) -> None:
     """Load a state dict, by names, into optimizers. Collective.
 
-    A state is sharded as the optimizer's own is.
+    A state is sharded as the optimizer's own is, or as its parameter if it has none yet.
 
     Args:
         model: whose parameters they train.
@@ -112,7 +117,8 @@ def set_optimizer_state_dict(
     if _is_whole(options):
         sharded = replace(options, full_state_dict=False, broadcast_from_rank0=False)
         targets = get_optimizer_state_dict(model, several, options=sharded)
-        state, options = _placed(state, targets, options), sharded
+        params = {compat.fqn_of(model, name): each for name, each in model.named_parameters()}
+        state, options = _placed(state, targets, options, params), sharded
     torch_set_optimizer(model, several, dict(state), options=options)
 
 
@@ -134,37 +140,80 @@ def _is_whole(options: StateDictOptions) -> bool:
     return bool(options.full_state_dict or options.broadcast_from_rank0)
 
 
-def _placed(state: Mapping[str, Any], targets: Mapping[str, Any], options: StateDictOptions) -> Any:
-    """This rank's parts of a whole state, as those of ``targets``, a tree like it, are cut."""
+def _placed(
+    state: Mapping[str, Any],
+    targets: Mapping[str, Any],
+    options: StateDictOptions,
+    params: Mapping[str, torch.Tensor] | None = None,
+) -> Any:
+    """This rank's parts of a whole state.
+
+    Args:
+        targets: a tree like it, whose tensors are cut as these are to be; may have more and less.
+        params: by the names that keys of states begin with. A state without a target, and of the
+            shape of the parameter, is cut as that is.
+    """
+    own: dict[str, Any] = dict(_leaves(targets, _ROOT))
+
+    def part_of(value: Any, name: str) -> Any:
+        target = own.get(name)
+        if target is None and params and isinstance(value, torch.Tensor):
+            fqn = name.removeprefix(f"{_ROOT}.state.").rpartition(".")[0]
+            param = params.get(fqn)
+            target = param if param is not None and param.shape == value.shape else None
+        return _part_of(value, target, name, options)
+
     if options.broadcast_from_rank0:
-        return _Broadcast(state).placed(targets)
+        return _Broadcast(state).mapped(part_of)
 
-    def placed(value: Any, target: Any, name: str) -> Any:
-        if not isinstance(value, Mapping):
-            return _part_of(value, target, name)
-        known = target if isinstance(target, Mapping) else {}
-        return {key: placed(each, known.get(key), f"{name}.{key}") for key, each in value.items()}
+    def mapped(value: Any, name: str) -> Any:
+        if isinstance(value, Mapping):
+            return {key: mapped(each, f"{name}.{key}") for key, each in value.items()}
+        return part_of(value, name)
 
-    return placed(state, targets, _ROOT)
+    return mapped(state, _ROOT)
 
 
-def _part_of(value: Any, target: Any, name: str) -> Any:
+def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What is no mapping in nested mappings, by the names of `encoding.encode`."""
+    if not isinstance(tree, Mapping):
+        yield name, tree
+        return
+    for key, value in tree.items():
+        yield from _leaves(value, f"{name}.{key}")
+
+
+def _part_of(value: Any, target: Any, name: str, options: StateDictOptions) -> Any:
     """What a rank loads of a whole value."""
     if not (isinstance(value, torch.Tensor) and isinstance(target, torch.Tensor)):
         return value
-    if target.is_meta and isinstance(target, DTensor):
-        target = torch.empty_like(target, device=target.device_mesh.device_type)
-    return full.part_of(value.detach(), target, name.removeprefix(f"{_ROOT}."))
+    device = target.device
+    if target.is_meta:
+        on_mesh = target.device_mesh.device_type if isinstance(target, DTensor) else value.device
+        device = torch.device("cpu") if options.cpu_offload else torch.device(on_mesh)
+        target = torch.empty_like(target, device=device)
+    part = full.part_of(value.detach(), target, name.removeprefix(f"{_ROOT}."))
+    return part if isinstance(part, DTensor) else part.to(device)
 
 
 class _Broadcast:
-    """A state of the first rank, whose tensors come one after the other. Collective."""
+    """A state of the first rank, whose tensors come one after the other. Collective.
+
+    Its values are of the types that `encoding.encode` keeps: nothing is unpickled.
+    """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._tensors: dict[str, torch.Tensor] = {}
 
         def told() -> list[Any]:
             text, self._tensors = encoding.encode(dict(state), _ROOT)
+            for name, each in self._tensors.items():
+                if isinstance(each, DTensor):  # to gather it takes all ranks
+                    raise CheckpointValueError(
+                        f"{name.removeprefix(f'{_ROOT}.')!r} is a DTensor: with "
+                        "broadcast_from_rank0 pass whole tensors on the first rank, as of "
+                        "get_model_state_dict(..., full_state_dict=True)"
+                    )
             kinds = {
                 name: [encoding.dtype_name(each.dtype), list(each.shape)]
                 for name, each in self._tensors.items()
@@ -173,16 +222,11 @@ class _Broadcast:
 
         self._text, self._kinds = everyone().from_first("load the state of the first rank", told)
 
-    def placed(self, targets: Mapping[str, Any]) -> Any:
-        """The state with this rank's parts, as those of ``targets`` are cut.
-
-        Args:
-            targets: a tree like the state, which may have more and less.
-        """
-        own = encoding.encode(dict(targets), _ROOT)[1]
+    def mapped(self, part_of: Callable[[torch.Tensor, str], Any]) -> Any:
+        """The state, with ``part_of`` each whole tensor and its name."""
         return encoding.decode(
             self._text,
-            lambda name: _part_of(self._whole(name), own.get(name), name),
+            lambda name: part_of(self._whole(name), name),
             "the state of the first rank",
         )
 
@@ -190,15 +234,12 @@ class _Broadcast:
         group = dist.group.WORLD
         if group is None or dist.get_world_size() == 1:
             return self._tensors[name]
+        dtype, shape = self._kinds[name]
         device = collective_device(group, torch.device("cpu"))
         if dist.get_rank() == 0:
-            given = self._tensors[name].detach()
-            given = given.full_tensor() if isinstance(given, DTensor) else given
-            whole = given.to(device).contiguous()
+            whole = self._tensors[name].detach().to(device).contiguous()
         else:
-            whole = torch.empty(self._kinds[name][1], dtype=self._dtype(name), device=device)
-        collectives.broadcast(whole, 0, group).wait()
-        return whole
-
-    def _dtype(self, name: str) -> torch.dtype:
-        return DTYPES[self._kinds[name][0]]
+            whole = torch.empty(shape, dtype=DTYPES[dtype], device=device)
+        if whole.numel():  # bytes, whatever the dtype: gloo knows few
+            collectives.broadcast(as_bytes(whole), 0, group).wait()
+        return whole if whole.dim() else whole.cpu()  # a counter of steps

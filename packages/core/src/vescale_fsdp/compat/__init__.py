@@ -89,6 +89,7 @@ from vescale_fsdp.compat.versions import (
     symmetric_pool,
     takes_functional_gradient,
     unwrapped,
+    was_made_before,
     will_run,
     without_torch_function,
 )
@@ -168,6 +169,7 @@ __all__ = [
     "unregister",
     "unregister_recompute",
     "unwrapped",
+    "was_made_before",
     "will_run",
     "without_step_hooks",
     "without_torch_function",

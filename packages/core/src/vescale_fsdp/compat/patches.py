@@ -1,4 +1,4 @@
-"""What is added to objects and tables of torch; and the one function that is wrapped."""
+"""What is added to objects and tables of torch; and the three functions that are wrapped."""
 
 from __future__ import annotations
 

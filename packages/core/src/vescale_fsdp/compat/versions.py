@@ -152,6 +152,11 @@ def run_when_ready(node: Any) -> None:
 _BEFORE_OTHERS = 1 << 62
 
 
+def was_made_before(tensor: torch.Tensor, node: Any) -> bool:
+    """Whether a tensor is of a node that was made before this one, on one thread; or is a leaf."""
+    return tensor.grad_fn is None or bool(tensor.grad_fn._sequence_nr() < node._sequence_nr())
+
+
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the current backward has run all of its nodes."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -127,7 +127,9 @@ def leave(call: Call, value: Any, copies: Copies | None = None) -> tuple[Any, bo
     found = tensors_requiring_grad((value, put) if put else value)
     # One that is alone passes the boundary, whoever made it.
     if call.inputs and (len(found) > 1 or (found and found[0].is_leaf)):
-        call.given = tensors_requiring_grad(call.inputs)
+        first = call.nodes[0]()
+        inputs = tensors_requiring_grad(call.inputs)  # and what forward has put or written there
+        call.given = [each for each in inputs if compat.was_made_before(each, first)]
     for tensor in found:
         if _is_elsewhere(call, tensor):
             continue

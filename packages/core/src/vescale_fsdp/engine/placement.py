@@ -47,7 +47,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat, devices, transfers
-from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, RaggedSpec, TensorMeta
+from vescale_fsdp.compat import AsyncCollectiveTensor, DTensorSpec, TensorMeta
 from vescale_fsdp.dbuffer import Codec, Comm, DBuffer
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.engine.axes import Axes
@@ -216,7 +216,7 @@ def annotated_spec(
         )
     size = torch.Size(shape)
     meta = TensorMeta(size, tuple(contiguous_strides(size)), param.dtype)
-    return RaggedSpec(axes.whole, tuple(placements), meta), sums
+    return DTensorSpec(axes.whole, tuple(placements), meta), sums
 
 
 def local_data(param: nn.Parameter) -> torch.Tensor:
@@ -271,7 +271,7 @@ def spec_at_rest(
     if any(isinstance(placement, RaggedShard) for placement in placements):
         return make_spec(mesh, placements, shape, dtype)
     meta = TensorMeta(torch.Size(shape), contiguous_strides(shape), dtype)
-    return RaggedSpec(mesh, tuple(placements), meta)
+    return DTensorSpec(mesh, tuple(placements), meta)
 
 
 def as_gathered(view: torch.Tensor, given: DTensorSpec | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.optim import Optimizer
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import AsyncCollectiveTensor, RaggedSpec, TensorMeta
+from vescale_fsdp.compat import AsyncCollectiveTensor, TensorMeta
 from vescale_fsdp.ragged import (
     PendingTensor,
     contiguous_strides,
@@ -28,6 +28,7 @@ from vescale_fsdp.ragged import (
     holding_of,
     parameter_cut_into,
     redistribute,
+    spec_of,
     wrap,
 )
 
@@ -73,10 +74,12 @@ class ShardedOptimizer(Optimizer):
 
     # Options that determine the layout of states. `load_state_dict` does not change them.
     fixed_options: ClassVar[frozenset[str]] = frozenset()
+    is_fresh = False  # whether it has not stepped, nor loaded states, so that those it has are new
 
     def __init__(self, params: Params, defaults: dict[str, Any]) -> None:
         self._prepared: list[int] | None = None  # id(param) of all parameters
         super().__init__(params, defaults)
+        self.is_fresh = True
 
     # Methods of subclasses
 
@@ -217,6 +220,7 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._catch_up()
+        self.is_fresh = False
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         self.update()
         # Autograd and the engine detect a change of a parameter by its version.
@@ -247,6 +251,7 @@ class ShardedOptimizer(Optimizer):
         Raises:
             ValueError: groups or states do not match. Nothing has changed then.
         """
+        self.is_fresh = False
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -359,7 +364,7 @@ def zeros_placed(
     held = holding_of(shape, placements, mesh.shape, coordinate)
     local = torch.zeros(held.local_shape, dtype=dtype, device=local_of(param).device)
     meta = TensorMeta(shape, contiguous_strides(shape), dtype)
-    return wrap(local, RaggedSpec(mesh, placements, meta))
+    return wrap(local, spec_of(mesh, placements, meta))
 
 
 def assign(target: Any, value: Any) -> Any:

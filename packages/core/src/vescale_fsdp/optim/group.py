@@ -46,8 +46,6 @@ class OptimizerGroup(Optimizer):
         ValueError: there is no optimizer, or a parameter is in two of them.
     """
 
-    _has_stepped = False  # or has loaded states
-
     def __init__(
         self,
         optimizers: Mapping[str, Optimizer] | Iterable[Optimizer] = (),
@@ -88,11 +86,11 @@ class OptimizerGroup(Optimizer):
     def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
         """The states of all members by parameter; writes change the member's state.
 
-        It is false before the first step, while any member has none. Then torch's
-        ``get_optimizer_state_dict`` makes them, in a step on zeros, as for one optimizer: some have
-        theirs from the beginning, and it would take the group for one that has.
+        It is false while a member has none, and those of the others are new. Then torch's
+        ``get_optimizer_state_dict`` makes them, in a step on zeros, as for one optimizer: ours have
+        theirs from the beginning, and it would take the group for one that has all.
         """
-        return _States(self.optimizers, has_stepped=self._has_stepped)
+        return _States(self.optimizers)
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
@@ -115,7 +113,7 @@ class OptimizerGroup(Optimizer):
         Returns:
             The result of the closure.
         """
-        loss, self._has_stepped = None, True
+        loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -173,7 +171,7 @@ class OptimizerGroup(Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        groups, state, self._has_stepped = state_dict["param_groups"], state_dict["state"], True
+        groups, state = state_dict["param_groups"], state_dict["state"]
         expected = {name: len(each.param_groups) for name, each in self.optimizers.items()}
         if len(groups) != sum(expected.values()):
             raise ValueError(
@@ -194,12 +192,13 @@ class OptimizerGroup(Optimizer):
 class _States(MutableMapping[Any, Any]):
     """The states of several optimizers as one mapping."""
 
-    def __init__(self, optimizers: Mapping[str, Optimizer], *, has_stepped: bool) -> None:
-        self._members, self._has_stepped = list(optimizers.values()), has_stepped
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        self._members = list(optimizers.values())
 
     def __bool__(self) -> bool:
-        is_whole = self._has_stepped or all(each.state for each in self._members)
-        return is_whole and len(self) > 0
+        have = [each for each in self._members if each.state]
+        are_new = all(getattr(each, "is_fresh", False) for each in have)
+        return bool(have) and not (are_new and len(have) < len(self._members))
 
     def _states_with(self, key: Any) -> MutableMapping[Any, Any]:
         for each in self._members:

@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import RaggedSpec, TensorMeta
+from vescale_fsdp.compat import TensorMeta
 from vescale_fsdp.optim.base import Group, assign, local_of, zeros_placed
 from vescale_fsdp.optim.layout import split_heights
-from vescale_fsdp.ragged import RaggedShard, contiguous_strides, redistribute, wrap
+from vescale_fsdp.ragged import RaggedShard, contiguous_strides, redistribute, spec_of, wrap
 
 
 def newton_schulz(
@@ -125,7 +125,7 @@ def step_by_redistribution(
     update = direction(grad, momentum, group).bfloat16()
     meta = TensorMeta(spec.shape, contiguous_strides(spec.shape), update.dtype)
     there = _on_one(spec.placements, spec.mesh.shape, root)
-    moved = wrap(update, RaggedSpec(spec.mesh, spec.placements, meta))
+    moved = wrap(update, spec_of(spec.mesh, spec.placements, meta))
     whole = redistribute(moved, placements=there)
     local = whole._local_tensor
     if local.numel():

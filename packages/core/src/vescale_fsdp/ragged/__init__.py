@@ -22,6 +22,7 @@ from vescale_fsdp.ragged.holdings import (
 )
 from vescale_fsdp.ragged.moves import PendingTensor, as_bytes, group_along
 from vescale_fsdp.ragged.placement import RaggedShard
+from vescale_fsdp.ragged.recuts import spec_of
 from vescale_fsdp.ragged.reductions import max_over_ranks
 from vescale_fsdp.ragged.replicated import ReplicatedTensor, wrap_replicated
 from vescale_fsdp.ragged.tensor import (
@@ -64,6 +65,7 @@ __all__ = [
     "ragged_axis_of",
     "redistribute",
     "remaining_box",
+    "spec_of",
     "wrap",
     "wrap_local",
     "wrap_replicated",

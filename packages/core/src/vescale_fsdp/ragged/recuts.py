@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -97,9 +98,15 @@ def respecified_as(
     assert meta is not None, "every DTensor that exists has its meta"
     size = meta.shape if shape is None else torch.Size(shape)
     changed = TensorMeta(size, contiguous_strides(size), dtype or meta.dtype)
-    return RaggedSpec(
-        spec.mesh, spec.placements if placements is None else tuple(placements), changed
-    )
+    return spec_of(spec.mesh, spec.placements if placements is None else tuple(placements), changed)
+
+
+def spec_of(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], meta: TensorMeta | None
+) -> DTensorSpec:
+    """A spec, unchecked: a `RaggedSpec` where a placement is ragged, else torch's."""
+    is_ragged = ragged_axis_of(placements) is not None
+    return (RaggedSpec if is_ragged else DTensorSpec)(mesh, placements, meta)
 
 
 def reshaped(spec: DTensorSpec, shape: Sequence[int]) -> DTensorSpec | None:
