@@ -153,8 +153,13 @@ _BEFORE_OTHERS = 1 << 62
 
 
 def was_made_before(tensor: torch.Tensor, node: Any) -> bool:
-    """Whether a tensor is of a node that was made before this one, on one thread; or is a leaf."""
-    return tensor.grad_fn is None or bool(tensor.grad_fn._sequence_nr() < node._sequence_nr())
+    """Whether a tensor is of a node that was made before this one, on one thread; or is a leaf.
+
+    Args:
+        node: None if it is gone; then it is not known, and False.
+    """
+    made_by = tensor.grad_fn
+    return made_by is None or bool(node and made_by._sequence_nr() < node._sequence_nr())
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
