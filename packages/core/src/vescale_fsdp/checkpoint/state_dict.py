@@ -2,10 +2,15 @@
 
 They have its names and arguments, so a script changes one import::
 
-    from vescale_fsdp.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from vescale_fsdp.checkpoint.state_dict import (
+        StateDictOptions,
+        get_model_state_dict,
+        set_model_state_dict,
+    )
 
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, torch.load(path) if rank == 0 else {}, options=options)
+    whole = get_model_state_dict(model, options=options)  # {} on all ranks but the first
+    set_model_state_dict(model, whole, options=options)
 
 Torch's own read a RaggedTensor and load sharded states. They cannot cut a whole tensor for one:
 they take a rank's part for one box. Here each rank gets its part of each whole tensor, and all else
