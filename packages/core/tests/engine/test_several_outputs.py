@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp.testing import run_ranks
 
@@ -74,6 +75,17 @@ class InAndOut(Trunk):
         return {**super().forward(x), "input": x}
 
 
+class Repeated(Trunk):
+    """A checkpoint gives what the other output is computed from: a view made without gradients."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        def repeated(y: Tensor) -> Tensor:
+            return torch.tanh(y).view(-1).view(y.shape)
+
+        feature = checkpoint(repeated, self.inner(x), use_reentrant=True)
+        return {"logits": self.head(feature), "feature": feature}
+
+
 class Remembering(nn.Module):
     """Returns its second input as it is."""
 
@@ -119,7 +131,7 @@ def my_inputs() -> Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-MODELS = [Trunk, TwoUnits, Wrapper, Views, InAndOut, Memories, Perturbed, Table]
+MODELS = [Trunk, TwoUnits, Wrapper, Views, InAndOut, Repeated, Memories, Perturbed, Table]
 Seen = list[Tensor]
 
 

@@ -208,6 +208,8 @@ def _watch(call: Call, tensor: torch.Tensor) -> bool:
     for an input of the unit that is returned as it is.
     """
     base = tensor._base
+    if base is not None and base.is_leaf and not base.requires_grad:
+        base = None  # a reentrant checkpoint has made the view, without gradients
     if tensor.is_leaf or _is_of(call, tensor.grad_fn) or (base is not None and base.is_leaf):
         return False
     # An in-place operation on a view gives other nodes to it and to its base.
