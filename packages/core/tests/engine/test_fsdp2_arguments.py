@@ -158,6 +158,7 @@ def test_both_do_the_same(outcomes: Outcomes, observe: Observe, library: str) ->
 
 def check_default_group(port: int) -> None:
     rank = dist.get_rank()
+    dist.barrier()  # the other rank may still connect, and would lose its peer
     dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
-from vescale_fsdp.ragged.mixing import local_part
+from vescale_fsdp.ragged.tensor import local_part
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh, random

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from vescale_fsdp import RaggedShard, RaggedTensor
-from vescale_fsdp.ragged.reduced import ReducedTensor
+from vescale_fsdp.ragged import ReplicatedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import distributed, make_mesh, random
@@ -32,7 +32,7 @@ def check_norms() -> None:
         expected = torch.linalg.vector_norm(whole, order)
         for (x,) in distributed(whole):
             norm = torch.linalg.vector_norm(x, order)
-            assert type(norm) is ReducedTensor
+            assert type(norm) is ReplicatedTensor
             assert norm.shape == ()
             close(norm.full_tensor(), expected)
             (norm,) = torch._foreach_norm([x], order)

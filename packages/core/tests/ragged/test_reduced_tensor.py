@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import RaggedShard, RaggedTensor
 from vescale_fsdp.ragged import ReplicatedTensor, wrap_replicated
-from vescale_fsdp.ragged.reduced import ReducedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh, random
@@ -247,7 +246,7 @@ def check_objects() -> None:
     ragged, *_, replicated = sharded(whole, mesh)
     for x in (ragged, replicated):
         total = x.sum() + x.norm()
-        assert type(total) is ReducedTensor
+        assert type(total) is ReplicatedTensor
         file = io.BytesIO()
         torch.save({"total": total}, file)
         file.seek(0)

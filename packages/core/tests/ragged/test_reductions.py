@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
-from vescale_fsdp.ragged.reduced import ReducedTensor
+from vescale_fsdp.ragged import ReplicatedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh, random
@@ -91,7 +91,7 @@ def check_all() -> None:
         for x in layouts_of(whole):
             for name, reduce in ALL.items():
                 result = reduce(x)
-                assert type(result) is ReducedTensor, name
+                assert type(result) is ReplicatedTensor, name
                 results.add(result, reduce(whole), (name, x.placements))
     results.check()
 
@@ -170,9 +170,6 @@ def check_layouts() -> None:
         assert of_rows.placements == (RaggedShard((0,), (1, 2)),)
         kept = rows.mean(1, keepdim=True)
         assert (kept.shape, kept.placements) == ((6, 1), (RaggedShard((0,), (1, 2)),))
-        largest, indices = rows.max(1)
-        assert largest.placements == indices.placements == (RaggedShard((0,), (1, 2)),)
-        assert indices.dtype == torch.int64
         at_owner = owned.amax(0)
         assert (at_owner.shape, at_owner.placements) == ((4,), (RaggedShard.owner(1, 2),))
         sums: list[tuple[Tensor, tuple[int, ...]]] = [
@@ -184,17 +181,17 @@ def check_layouts() -> None:
     assert collectives == []
     for result, shape in sums:
         assert (type(result), result.shape, result.placements) == (
-            ReducedTensor,
+            ReplicatedTensor,
             shape,
             (Partial(),),
         )
-    assert rows.prod().placements == (Partial("product"),)
     with counted_collectives() as collectives:
         for result in (rows.amax(0), cells.amin(1), cells.max(), cells.isnan().any()):
-            assert (type(result), result.placements) == (ReducedTensor, (Replicate(),))
+            assert (type(result), result.placements) == (ReplicatedTensor, (Replicate(),))
     assert collectives == ["all_reduce"] * 4
-    same(largest, random((6, 4)).max(1).values)
-    assert torch.equal(whole_of(indices), random((6, 4)).max(1).indices)
+    # Of the whole, as of any DTensor: they are no part of a training step.
+    for gathered in (rows.prod(), rows.var(1), rows.std(), *rows.max(1), *torch.aminmax(rows)):
+        assert (type(gathered), gathered.placements) == (ReplicatedTensor, (Replicate(),))
 
 
 def test_ragged_where_no_slice_is_cut_else_partial_or_replicated() -> None:
@@ -316,11 +313,31 @@ def check_errors() -> None:
         x.int().mean()
     with pytest.raises(RuntimeError, match="expected a tensor of floating-point"):
         torch.linalg.vector_norm(x.int())
-    y = x.detach().requires_grad_()
     with pytest.raises(NotImplementedError, match="requires a gradient"):
-        y.prod()
-    with pytest.raises(NotImplementedError, match=r"requires a gradient.*amax"):
-        y.max(1)
+        x.detach().requires_grad_().prod()
+
+
+def check_gradients_of_the_gathered() -> None:
+    one = random((4, 3)).double()
+    for x in layouts_of(one):
+        for name, reduce in GATHERED.items():
+            ragged, plain = x.detach().requires_grad_(), one.clone().requires_grad_()
+            whole_of(reduce(ragged)).sum().backward()
+            reduce(plain).sum().backward()
+            assert ragged.grad is not None
+            assert ragged.grad.placements == x.placements
+            same(ragged.grad, plain.grad, name)
+
+
+GATHERED: dict[str, Callable[[Tensor], Tensor]] = {
+    "max of rows": lambda x: x.max(1).values * 2,
+    "var": lambda x: x.var(),
+    "std of columns": lambda x: x.std(0),
+}
+
+
+def test_gradients_of_those_that_are_gathered() -> None:
+    run_ranks(check_gradients_of_the_gathered, 2)
 
 
 def test_errors_are_raised_on_every_rank_alike() -> None:

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
-from vescale_fsdp.ragged import redistribute
-from vescale_fsdp.ragged.reduced import ReducedTensor
+from vescale_fsdp.ragged import ReplicatedTensor, redistribute
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import random
@@ -35,7 +34,7 @@ def save_and_load(path: Path) -> None:
         loaded = torch.load(file, weights_only=True)
         for name, tensor in state.items():
             found = loaded[name]
-            kind = DTensor if isinstance(tensor, ReducedTensor) else type(tensor)
+            kind = DTensor if isinstance(tensor, ReplicatedTensor) else type(tensor)
             assert type(found) is kind, name
             if isinstance(tensor, DTensor):
                 assert found.placements == tensor.placements

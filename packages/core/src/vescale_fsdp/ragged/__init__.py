@@ -2,15 +2,17 @@
 
 One file per concept. Layouts: `placement` (which rank holds which units), `holdings` (boxes for any
 mix of placements), `recuts` (after a change of shape), `blocks` (of a quantized tensor, and
-their places). Moving data: `moves`. The tensor: `tensor` (the DTensor subclass, and the functions
-that make it); `replicated` for one that each rank has whole, `reduced` for what a reduction gives.
-Operators: `dispatch` (which run, and what comes out), `elementwise`, `mixing`, `views`, `gathered`,
-`reductions` with `aggregates`, `random`; `whole` for tensors that are not sharded; `watching`, for
-who wants to hear of writes.
+their places). Moving data: `moves`. Tensors: `base` (what all have in common), `tensor` (the ragged
+one, and the functions that make it), `replicated` (whole on every rank).
+Operators: `dispatch` (the table: which run, and what comes out), `operands` (what each argument is
+on this rank), `gradients` (their layout); then one file for each kind: `pointwise`, `reductions`,
+`views`, `random`, `gathered`, `collectives`; `whole` for tensors that are not sharded. `access` is
+what schemas say of memory, `watching` who wants to hear of writes.
 """
 
 from vescale_fsdp.ragged import dispatch as dispatch  # gives RaggedTensor its operators
-from vescale_fsdp.ragged.assignment import NAME, OPERANDS
+from vescale_fsdp.ragged.access import access_of
+from vescale_fsdp.ragged.base import NAME, OPERANDS
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError, Region
 from vescale_fsdp.ragged.holdings import (
     Box,
@@ -36,7 +38,6 @@ from vescale_fsdp.ragged.tensor import (
     wrap_local,
 )
 from vescale_fsdp.ragged.watching import hear_of_writes
-from vescale_fsdp.ragged.whole import access_of
 
 __all__ = [
     "NAME",

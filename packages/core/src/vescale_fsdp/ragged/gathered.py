@@ -14,9 +14,8 @@ Each of these gathers is a range in profiles, ``vescale::gather(blocks.3.weight)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
 from typing import Any, NoReturn, cast
 
 import torch
@@ -24,50 +23,35 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, pytree
-from vescale_fsdp.ragged.assignment import NAME, note_operands
+from vescale_fsdp.ragged.access import access_of
+from vescale_fsdp.ragged.base import NAME, FSDPTensor, note_operands
 from vescale_fsdp.ragged.collectives import hint_beside_plain, is_collective, refuse_collective
-from vescale_fsdp.ragged.mixing import keep_layout, refuse_partial
+from vescale_fsdp.ragged.gradients import keep_layout
 from vescale_fsdp.ragged.moves import scatter
+from vescale_fsdp.ragged.operands import refuse_partial
 from vescale_fsdp.ragged.random import RANDOM, numbers_of_first_rank
-from vescale_fsdp.ragged.reduced import ReducedTensor, reduced
+from vescale_fsdp.ragged.replicated import ReplicatedTensor, wrap_replicated
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor, wrap_local
-from vescale_fsdp.ragged.whole import access_of, write_locally
+from vescale_fsdp.ragged.whole import write_locally
 
+_Read = Callable[[torch.Tensor], torch.Tensor]
 # Views of strides that the caller has read.
 _OF_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten._reshape_alias.default)
 
 
-class GatheredView(DTensor):
+class GatheredView(FSDPTensor):
     """A view of a ragged tensor: a replicated DTensor, gathered when it is used.
 
     Cost: one all-gather of the ragged tensor at each operator that reads it or writes to it.
     """
 
     _source: RaggedTensor
-    _read: Callable[[torch.Tensor], torch.Tensor]
+    _read: _Read  # what it shows of the whole
     _shares: bool  # whether ``_read`` returns a view of what it is given, and no copy
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types only its stub
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs, access = kwargs or {}, access_of(func)
-        if is_collective(func):
-            views = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, cls))
-            refuse_collective(func, next(views)._source)
-        if torch.Tag.inplace_view in func.tags:
-            return turn_in_place(func, *args)
-        written = pytree.tree_leaves(access.written(args, kwargs))
-        if any(isinstance(each, GatheredView) for each in written):
-            return run_in_place(func, args, kwargs)
-        if access.is_view and isinstance(args[0], GatheredView):
-            return _views_of(func, *args, **kwargs)
-        _check_beside(func, (args, kwargs))
-        return func(*pytree.tree_map(_gathered, args), **pytree.tree_map(_gathered, kwargs))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ReducedTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedTensor:
         memo[id(self)] = copied = _gathered(self)
-        return cast(ReducedTensor, copied)
+        return cast(ReplicatedTensor, copied)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _gathered(self).__reduce_ex__(protocol)
@@ -84,17 +68,17 @@ class GatheredView(DTensor):
         """Values are those of the source."""
 
 
-def gathered_view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> GatheredView:
-    """``func(x, ...)``, a view. Nothing is communicated yet."""
+def gathered_view(func: Any, x: RaggedTensor, read: _Read) -> GatheredView:
+    """What ``read`` shows of the whole, for an operator ``func``. Nothing is communicated yet."""
     compat.refuse_tracing(f"{func}, a view of a sharded tensor that is gathered when it is used,")
     refuse_partial(func, x._spec)
     keep_layout(x)
     source = cast(RaggedTensor, x.detach())
     setattr(source, NAME, getattr(x, NAME, None))
-    return _view(source, lambda whole: func(whole, *args, **kwargs))
+    return _view(source, read)
 
 
-def _view(source: RaggedTensor, read: Callable[[torch.Tensor], torch.Tensor]) -> GatheredView:
+def _view(source: RaggedTensor, read: _Read) -> GatheredView:
     shape = torch.empty(source.shape, dtype=source.dtype, device="meta")
     found = read(shape)
     seen = found.contiguous()
@@ -110,6 +94,26 @@ def _view(source: RaggedTensor, read: Callable[[torch.Tensor], torch.Tensor]) ->
     return result
 
 
+def run_on_views(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator on gathered views: as a view of one, a write to its source, or a read."""
+    access = access_of(func)
+    if is_collective(func):
+        views = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, GatheredView))
+        refuse_collective(func, next(views)._source)
+    if torch.Tag.inplace_view in func.tags:
+        return turn_in_place(func, *args)
+    written = pytree.tree_leaves(access.written(args, kwargs))
+    if any(isinstance(each, GatheredView) for each in written):
+        return run_in_place(func, *args, **kwargs)
+    if access.is_view and isinstance(args[0], GatheredView):
+        return _views_of(func, *args, **kwargs)
+    check_beside(func, (args, kwargs))
+    for each in pytree.tree_leaves((args, kwargs)):
+        if isinstance(each, GatheredView):
+            keep_layout(each)  # its gradient may be ragged, as the operand beside it
+    return func(*pytree.tree_map(_gathered, args), **pytree.tree_map(_gathered, kwargs))
+
+
 def _views_of(func: Any, view: GatheredView, *args: Any, **kwargs: Any) -> Any:
     """Run an operator that returns a view of a view, or several."""
     source, read = view._source, view._read
@@ -121,13 +125,13 @@ def _views_of(func: Any, view: GatheredView, *args: Any, **kwargs: Any) -> Any:
                 return func(seen, *args, **kwargs)
         return func(seen.contiguous(), *args, **kwargs)  # as was announced: of a copy
 
-    if _returns_one(func):
+    shown = found(torch.empty(source.shape, device="meta"))
+    if isinstance(shown, torch.Tensor):
         return _view(source, found)
-    count = len(found(torch.empty(source.shape, device="meta")))
-    return [_view(source, lambda whole, i=i: found(whole)[i]) for i in range(count)]  # type: ignore[misc]
+    return [_view(source, lambda whole, i=i: found(whole)[i]) for i in range(len(shown))]  # type: ignore[misc]
 
 
-def run_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def run_in_place(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operator that writes on the whole of what it writes to. Each rank stores its part.
 
     Plain tensors beside may differ between ranks. Where they are only copied, or say where to, all
@@ -147,24 +151,24 @@ def run_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     ]
     if not (access.is_local or func in RANDOM) or not written:
         raise NotImplementedError(f"{func} does not run on a RaggedTensor yet. {WAYS_OUT}")
-    has_gradient = torch.is_grad_enabled() and any(
-        each.requires_grad for each in operands if isinstance(each, torch.Tensor)
-    )
-    is_copy = any(isinstance(each, GatheredView) and not each._shares for each in written)
-    if is_copy:
+    if any(isinstance(each, GatheredView) and not each._shares for each in written):
         raise NotImplementedError(
             f"{func} would write to a copy of a sharded tensor, and the write would be lost. Write "
             "to the tensor itself"
         )
-    if has_gradient:
+    if torch.is_grad_enabled() and any(
+        each.requires_grad for each in operands if isinstance(each, torch.Tensor)
+    ):
         raise NotImplementedError(
             f"{func} would write to the whole of a sharded tensor, which autograd cannot follow. "
             "Write under torch.no_grad(), or use an operator that returns a new tensor"
         )
-    is_from_first = _only_copies(func, args) and any(map(may_differ, operands))
+    accumulates = func is torch.ops.aten.index_put_.default and args[3:4] == (True,)
+    only_copies = func in _COPIES and not accumulates
+    is_from_first = only_copies and any(map(may_differ, operands))
     if not is_from_first:
-        _check_beside(func, operands)
-    wholes = {id(each): whole(func, _source_of(each)) for each in written}
+        check_beside(func, operands)
+    wholes = {id(each): whole(func, getattr(each, "_source", each)) for each in written}
 
     def local(value: Any) -> Any:
         if id(value) not in wholes:
@@ -182,12 +186,7 @@ def run_in_place(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return access.returned(args, kwargs)
 
 
-def _only_copies(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operator computes nothing with the tensors beside the one that it writes to."""
-    accumulates = func is torch.ops.aten.index_put_.default and args[3:4] == (True,)
-    return func in _COPIES and not accumulates
-
-
+# What computes nothing with the tensors beside the one that it writes to.
 _COPIES = {
     torch.ops.aten.copy_.default,
     torch.ops.aten.index_copy_.default,
@@ -199,16 +198,12 @@ _COPIES = {
 }
 
 
-def _source_of(tensor: GatheredView | RaggedTensor) -> RaggedTensor:
-    return tensor._source if isinstance(tensor, GatheredView) else tensor
-
-
 def _store(tensor: GatheredView | RaggedTensor, written: DTensor, is_from_first: bool) -> None:
     """Copy what a view shows, or all of a tensor, to this rank's part.
 
     ``written`` is the whole, of which the first rank's values count, if ranks may differ.
     """
-    source = cast(RaggedTensor, _source_of(tensor).detach())
+    source = cast(RaggedTensor, getattr(tensor, "_source", tensor).detach())
     values = written
     if is_from_first:
         moved = scatter(written._local_tensor, source._spec, source_rank=0)
@@ -217,7 +212,7 @@ def _store(tensor: GatheredView | RaggedTensor, written: DTensor, is_from_first:
         seen = torch.zeros_like(written._local_tensor, dtype=torch.bool)
         tensor._read(seen).fill_(True)
         meta = TensorMeta(seen.shape, seen.stride(), seen.dtype)
-        is_seen = reduced(seen, DTensorSpec(written.device_mesh, written.placements, meta))
+        is_seen = wrap_replicated(seen, DTensorSpec(written.device_mesh, written.placements, meta))
         # Another view of it may have been written, too.
         values = cast(DTensor, torch.where(is_seen, values, source))
     source.copy_(values)
@@ -233,7 +228,7 @@ def turn_in_place(func: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
     packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"))
     find = getattr(packet, func._overloadname)
     if not access_of(find).is_view:
-        return cast(torch.Tensor, run_in_place(func, (x, *args), {}))  # which raises
+        return cast(torch.Tensor, run_in_place(func, x, *args))  # which raises
     if isinstance(x, torch.nn.Parameter):
         raise NotImplementedError(
             f"{func} would change the shape of a sharded parameter. Use an operator that returns a "
@@ -247,27 +242,14 @@ def turn_in_place(func: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
     return x
 
 
-@cache
-def is_view(func: Any) -> bool:
-    """Whether an operator returns one view, and writes to nothing."""
-    access = access_of(func)
-    return access.is_local and access.is_view and not access.writes and _returns_one(func)
-
-
-@cache
-def is_functional(func: Any) -> bool:
-    """Whether the results of an operator are new tensors, which its operands alone determine."""
-    access = access_of(func)
-    return access.is_local and not (access.writes or access.is_view)
-
-
-def run_gathered(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def run_gathered(func: Any, *args: Any, is_checked: bool = True, **kwargs: Any) -> Any:
     """Run an operator on the whole of each ragged operand.
 
     Raises:
         NotImplementedError: a plain tensor stands beside, or an operand is partial.
     """
-    _check_beside(func, (args, kwargs))
+    if is_checked:
+        check_beside(func, (args, kwargs))
     args, kwargs = pytree.tree_map(lambda arg: whole(func, arg), (args, kwargs))
     return func(*args, **kwargs)
 
@@ -279,7 +261,7 @@ def whole(func: Any, x: Any) -> Any:
     refuse_partial(func, x._spec)
     keep_layout(x)
     gathered = _whole_of(x)
-    return reduced(gathered._local_tensor, gathered._spec)
+    return wrap_replicated(gathered._local_tensor, gathered._spec)
 
 
 def _whole_of(x: RaggedTensor) -> DTensor:
@@ -292,10 +274,11 @@ def _whole_of(x: RaggedTensor) -> DTensor:
 def _gathered(value: Any) -> Any:
     if not isinstance(value, GatheredView):
         return value
-    return reduced(value._local_tensor, value._spec)
+    return wrap_replicated(value._local_tensor, value._spec)
 
 
-def _check_beside(func: Any, operands: Any) -> None:
+def check_beside(func: Any, operands: Any) -> None:
+    """Raise ``NotImplementedError`` if a plain tensor stands beside ragged ones."""
     leaves = pytree.tree_leaves(operands)
     for each in leaves:
         if may_differ(each):
@@ -312,8 +295,3 @@ def may_differ(operand: Any) -> bool:
     """Whether it is a plain tensor with values. One token may be another on each rank, too."""
     is_plain = isinstance(operand, torch.Tensor) and not isinstance(operand, DTensor)
     return is_plain and bool(operand.dim() and operand.numel())
-
-
-def _returns_one(func: Any) -> bool:
-    returns = func._schema.returns
-    return len(returns) == 1 and str(returns[0].type) == "Tensor"

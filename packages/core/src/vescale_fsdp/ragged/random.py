@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from vescale_fsdp import devices
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.ragged.mixing import local_part, refuse_partial, start_move
+from vescale_fsdp.ragged.operands import refuse_partial, start_move
 from vescale_fsdp.ragged.recuts import held_here, respecified_as
-from vescale_fsdp.ragged.tensor import RaggedTensor, wrap_local
+from vescale_fsdp.ragged.tensor import RaggedTensor, local_part, wrap_local
 from vescale_fsdp.ranks import collectives
 
 aten = torch.ops.aten

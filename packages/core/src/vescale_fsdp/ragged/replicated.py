@@ -1,7 +1,15 @@
-"""ReplicatedTensor: a parameter of which each rank has the whole, in a buffer of the engine.
+"""ReplicatedTensor: a parameter of which each rank has the whole, and what operators make of it.
 
-Its operators run on the local tensors, as in file `whole`, and their results are reduced tensors.
-Writes are counted on the local tensor, where a forward looks for them.
+What a reduction of a sharded tensor gives is one, too. It may be ``Partial`` and is reduced at its
+first use, so the norms of many tensors can share one all-reduce. Torch raises an error if this use
+writes, or reads into a plain tensor. Optimizers of other libraries (LAMB, AdamP, NovoGrad, Prodigy,
+StableAdamW) do both::
+
+    norm = grad.norm()      each rank has that of its part
+    norm.clamp_(max=1.0)    torch: "in-place operations that require placement changes"
+    total.add_(norm)        torch: an AssertionError, if ``total`` is a plain tensor
+
+Here the first reduces ``norm`` and then writes, and the second adds the value of all ranks.
 """
 
 from __future__ import annotations
@@ -9,86 +17,27 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import DTensorSpec, pytree
-from vescale_fsdp.ragged import watching
-from vescale_fsdp.ragged.assignment import AssignableData
-from vescale_fsdp.ragged.collectives import hint_beside_plain
-from vescale_fsdp.ragged.recuts import respecified_as
-from vescale_fsdp.ragged.reduced import (
-    ReducedTensor,
-    as_reduced,
-    read_out,
-    reduced,
-    reshape_in_place,
-)
-from vescale_fsdp.ragged.whole import (
-    access_of,
-    always_whole,
-    run_locally,
-    tell_of_writes,
-    writes_to_plain,
-)
-
-aten = torch.ops.aten
-# One tensor of the same shape, from one tensor.
-_LIKE = {
-    aten.clone.default,
-    aten.empty_like.default,
-    aten.full_like.default,
-    aten.ones_like.default,
-    aten.zeros_like.default,
-}
+from vescale_fsdp.backends import collective_device
+from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.ragged.base import FSDPTensor
+from vescale_fsdp.ranks import collectives
 
 
-class ReplicatedTensor(AssignableData):
-    """A DTensor with ``Replicate`` on each axis of the mesh. It is pickled as a plain DTensor.
+class ReplicatedTensor(FSDPTensor):
+    """A DTensor with ``Replicate`` or ``Partial`` on each axis of the mesh.
 
     Operators run on the local tensors, without communication, if all operands are replicated on
-    one mesh or single numbers, without gradients also plain tensors (`whole`); else they are
-    torch's. Views are replicated tensors too, so that writes to them are counted.
-    """
+    one mesh or single numbers, without gradients also plain tensors; else they are torch's
+    (file `whole`). Results and views are replicated tensors, too, unless they are sharded. Writes
+    are counted on the local tensor, where a forward looks for them. It is pickled as a plain
+    DTensor.
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types only its stub
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        known = (cls, DTensor, ReducedTensor)
-        if any(issubclass(each, DTensor) and each not in known for each in types):
-            return NotImplemented  # a ragged one, which torch's DTensor would take for replicated
-        kwargs = kwargs or {}
-        if func is aten.detach.default and type(args[0]) is ReplicatedTensor:
-            return wrap_replicated(args[0]._local_tensor, args[0]._spec)
-        if func in _LIKE and type(args[0]) is ReplicatedTensor:
-            spec, made = args[0]._spec, func(args[0]._local_tensor, *args[1:], **kwargs)
-            same = made.dtype == args[0].dtype and made.device == args[0].device
-            return wrap_replicated(made, spec if same else respecified_as(spec, dtype=made.dtype))
-        if torch.Tag.inplace_view in func.tags and not isinstance(args[0], torch.nn.Parameter):
-            return reshape_in_place(func, wrap_replicated, *args)
-        access = access_of(func)
-        if writes_to_plain(access, args, kwargs):
-            return read_out(func, args, kwargs)
-        result = run_locally(func, args, kwargs, wrap_replicated if access.is_view else reduced)
-        if result is not NotImplemented:
-            if watching.hears is not None:
-                tell_of_writes(func, args, kwargs)
-            return result
-        hint = hint_beside_plain(func)
-        if hint and not all(isinstance(x, DTensor) for x in pytree.tree_leaves(args[0])):
-            raise NotImplementedError(
-                f"{func} got a parameter that fully_shard keeps whole on every rank, and a plain "
-                f"tensor. {hint}To join both in a forward, call the module that owns the parameter"
-            )
-        result = super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if not access.writes:
-            return as_reduced(result)
-        # Torch counts a write to ``p.data`` on that alone; a forward asks the local tensor.
-        for each in pytree.tree_leaves(access.written(args, kwargs)):
-            torch.autograd.graph.increment_version(compat.local_tensor(each))
-        tell_of_writes(func, args, kwargs)
-        return access.returned(args, kwargs)
+    Cost: one all-reduce of the tensor for each partial axis, at a write to it, a view of it, in a
+    ``foreach`` operator, or when it is read into a plain tensor; else what a DTensor costs.
+    """
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """A copy on every rank, as of sharded tensors: it stays as it is in later steps."""
@@ -107,12 +56,52 @@ class ReplicatedTensor(AssignableData):
 
 
 def wrap_replicated(local: torch.Tensor, spec: DTensorSpec) -> ReplicatedTensor:
-    """A ReplicatedTensor around ``local``, unchecked: the placements must be ``Replicate``."""
+    """A ReplicatedTensor around ``local``, unchecked: no placement may be a shard."""
     # DTensor's ``__init__`` does nothing, and takes as long as all else by telling Dynamo.
     made = ReplicatedTensor.__new__(ReplicatedTensor, local, spec, requires_grad=False)
     return cast(ReplicatedTensor, made)
 
 
+def as_replicated(result: Any) -> Any:
+    """Make replicated tensors of the plain DTensors among the results that are not sharded."""
+    if isinstance(result, list | tuple):
+        return type(result)(map(as_replicated, result))
+    if type(result) is not DTensor or not is_unsharded(result):
+        return result
+    return wrap_replicated(result._local_tensor, result._spec)
+
+
+def is_unsharded(tensor: DTensor) -> bool:
+    """Whether each placement is ``Partial`` or ``Replicate``."""
+    return all(p.is_replicate() or p.is_partial() for p in tensor.placements)
+
+
+def reduced(tensor: Any) -> Any:
+    """A DTensor that is not sharded, combined over ranks where it is partial; all else as it is.
+
+    Cost: one all-reduce for each partial axis.
+    """
+    if not isinstance(tensor, DTensor) or not is_unsharded(tensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.redistribute(placements=[Replicate()] * len(tensor.placements))
+
+
+def number(tensor: DTensor) -> Any:
+    """The global number of a tensor of one element: ``item()``, ``float()``, ``bool()``, ``int()``.
+
+    Cost: none where it is replicated; else what `full_tensor` costs, so all ranks must call.
+    """
+    local = tensor._local_tensor
+    if not all(p.is_replicate() for p in tensor.placements):
+        group = collectives.mesh_group(tensor.device_mesh, 0)
+        device = collective_device(group, local.device)
+        if device != local.device:
+            tensor = DTensor(local.to(device), tensor._spec, requires_grad=False)
+        with torch.no_grad():
+            local = tensor.full_tensor()
+    return local.item()
+
+
 # torch.optim goes by exact type; without this it would loop per tensor in silence.
 compat.support_foreach(ReplicatedTensor)
-always_whole(ReplicatedTensor)

@@ -5,14 +5,14 @@ group's shard buffer, so an optimizer's in-place step works on the buffer itself
 purpose: a matrix optimizer that takes ``to_local()`` for a matrix fails loudly.
 
 A plain ``DTensor`` must never carry a RaggedShard: its dispatch runs in C++ and would treat the
-placement as replicated. This subclass has its own ``__torch_dispatch__`` (file `dispatch`).
+placement as replicated. This subclass has its own operators (file `dispatch`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -35,8 +35,7 @@ from vescale_fsdp.compat import (
     RaggedSpec,
     TensorMeta,
 )
-from vescale_fsdp.ragged import watching
-from vescale_fsdp.ragged.assignment import AssignableData
+from vescale_fsdp.ragged.base import FSDPTensor
 from vescale_fsdp.ragged.holdings import (
     Box,
     check_placements,
@@ -63,7 +62,7 @@ WAYS_OUT = (  # for errors
 _CUT: weakref.WeakValueDictionary[int, RaggedTensor] = weakref.WeakValueDictionary()
 
 
-class RaggedTensor(AssignableData):
+class RaggedTensor(FSDPTensor):
     """A DTensor of which this rank holds a flat range, given by its ``RaggedShard``.
 
     Invariants: exactly one RaggedShard among the placements; the local tensor is 1-D and has the
@@ -75,16 +74,6 @@ class RaggedTensor(AssignableData):
     """
 
     spec_type = RaggedSpec
-    # No ``__slots__``: torch copies the slots that `self.__slots__` names, DTensor's.
-    run_operator: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # by `dispatch`
-    run_and_tell: ClassVar[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]  # too
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch types only its stub
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        run = cls.run_operator if watching.hears is None else cls.run_and_tell
-        return run(func, args, kwargs or {})
 
     @staticmethod
     def from_local(  # type: ignore[override]  # the shape cannot be guessed from one rank
@@ -459,9 +448,27 @@ def fill(ragged: RaggedTensor, full_tensor: torch.Tensor) -> RaggedTensor:
             local, respecified_as(spec, dtype=full_tensor.dtype), ragged.requires_grad
         )
     with torch.no_grad():
-        for box in held_here(spec).boxes:
-            box.in_local(local).copy_(box.of(full_tensor.detach()))
+        local.copy_(local_part(full_tensor.detach(), spec))
     return ragged
+
+
+def local_part(whole: torch.Tensor, spec: DTensorSpec) -> torch.Tensor:
+    """This rank's elements, flat, of a tensor that every rank has.
+
+    Args:
+        whole: broadcasts to the shape of ``spec``.
+        spec: the layout; its dtype does not matter.
+
+    No communication. A view where the elements lie in one run of ``whole``; else a copy of them.
+    """
+    held = held_here(spec)
+    parts = [box.of(whole.expand(spec.shape)) for box in held.boxes]
+    if len(parts) == 1:
+        return parts[0].reshape(-1)
+    local = whole.new_empty(held.local_shape)
+    for box, part in zip(held.boxes, parts, strict=True):
+        box.in_local(local).copy_(part)
+    return local
 
 
 def wrap(local: torch.Tensor, spec: DTensorSpec) -> DTensor:

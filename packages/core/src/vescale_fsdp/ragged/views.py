@@ -4,19 +4,22 @@ They share memory with the tensor and need no communication: no element leaves i
 become is in file `recuts`. ``x[2:4]`` of rows (1, 2, 3) is held as rows (0, 1, 1): a rank whose
 rows lie outside of the part holds nothing.
 
-| operators | condition |
+Which elements an operator shows, torch says of a tensor without data (``meta``):
+
+| what it shows | result |
 |---|---|
-| ``view``, ``reshape``, ``flatten``, ``unflatten``, ``squeeze``, ``unsqueeze`` | as `reshaped` |
-| ``x[a:b]``, ``x[i]``, ``narrow``, ``split``, ``chunk``, ``unbind`` | dimension 0, step 1 |
-| ``expand`` | along unsharded dimensions; this one is a copy |
-| ``t``, ``transpose``, ``permute``, and parts of other dimensions | else see `gathered` |
+| all elements, in order | ragged, in the other shape; an error where a cut cannot be said of it |
+| whole indices of dimension 0, in order | ragged; an error beside a ``Shard(0)`` |
+| ``expand`` along dimensions that are not sharded | ragged, a copy |
+| all else (``x.T``, ``x[:, 1]``) | gathered when it is used (file `gathered`) |
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,14 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import DTensorSpec
 from vescale_fsdp.ragged.gathered import gathered_view, run_gathered
-from vescale_fsdp.ragged.mixing import (
-    PARTING,
-    expanded_spec,
-    layout_of_whole,
-    local_expanded,
-    remember_layout,
-    running_node,
-)
+from vescale_fsdp.ragged.gradients import PARTING, layout_of_whole, remember_layout, running_node
+from vescale_fsdp.ragged.operands import expanded_spec, local_expanded
 from vescale_fsdp.ragged.recuts import (
     range_here,
     reshaped,
@@ -45,92 +42,54 @@ from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor, redistribute, wra
 aten = torch.ops.aten
 
 
-def dim_of(dim: int, num_dims: int) -> int:
-    """``dim`` counted from the front.
-
-    Raises:
-        IndexError: there is no such dimension.
-    """
-    most = max(num_dims, 1)
-    if not -most <= dim < most:
-        raise IndexError(
-            f"dimension {dim} of a RaggedTensor of {num_dims} dimensions does not exist; expected "
-            f"one in [{-most}, {most - 1}]"
-        )
-    return dim % most
-
-
-def bounds(start: int | None, stop: int | None, size: int) -> tuple[int, int]:
-    """The half-open range of a slice of step 1, as Python counts."""
-    first, last, _ = slice(start, stop).indices(size)
-    return first, max(first, last)
-
-
-# --- other shapes ---------------------------------------------------------------------------------
-
-
-def _in_shape(func: Any, x: RaggedTensor, shape: Sequence[int]) -> RaggedTensor:
-    spec = reshaped(x._spec, shape)
-    if spec is None:
-        raise NotImplementedError(
-            f"{func} would turn shape {tuple(x.shape)} into {tuple(shape)}, but {x.placements} "
-            "shards a dimension that would disappear: it must keep its size, and the "
-            f"product of the sizes before it. {WAYS_OUT}"
-        )
-    # The very same local tensor: with it they share the count of writes (`elementwise`).
-    return wrap_local(x._local_tensor, spec, False)
-
-
-def _alias(func: Any, x: RaggedTensor) -> RaggedTensor:
+def alias(func: Any, x: RaggedTensor) -> RaggedTensor:
     """``x.detach()``, and so ``x.data``."""
     return wrap_local(x._local_tensor, x._spec, False)
 
 
-def _view(func: Any, x: RaggedTensor, shape: Sequence[int], *_: Any) -> RaggedTensor:
-    sizes = list(shape)
-    if sizes.count(-1) == 1:
-        known = -math.prod(sizes)
-        sizes[sizes.index(-1)] = x.numel() // known if known else 0
-    if math.prod(sizes) != x.numel() or min(sizes, default=0) < 0:
-        raise RuntimeError(
-            f"{func}: shape {list(shape)} is invalid for a RaggedTensor of shape "
-            f"{tuple(x.shape)}, which has {x.numel()} elements"
-        )
-    return _in_shape(func, x, sizes)
+def view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> DTensor | list[DTensor]:
+    """What ``func`` shows of ``x``: one view, or those of ``split`` and ``unbind``."""
+    without_data = torch.empty(x.shape, dtype=x.dtype, device="meta")
+    try:
+        shown = func(without_data, *args, **kwargs)
+    except (IndexError, RuntimeError) as error:
+        found = f"{func} of a RaggedTensor of shape {tuple(x.shape)}: {error}"
+        raise type(error)(found) from None
+    if isinstance(shown, torch.Tensor):
+        return _showing(func, x, shown, lambda whole: func(whole, *args, **kwargs))
+
+    def part(number: int, whole: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = func(whole, *args, **kwargs)[number]
+        return found
+
+    return [_showing(func, x, each, partial(part, i)) for i, each in enumerate(shown)]
 
 
-def _unsqueeze(func: Any, x: RaggedTensor, dim: int) -> RaggedTensor:
-    at = dim_of(dim, x.dim() + 1)
-    return _in_shape(func, x, (*x.shape[:at], 1, *x.shape[at:]))
+def _showing(
+    func: Any, x: RaggedTensor, shown: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
+) -> DTensor:
+    """The view of ``x`` that ``read`` gives of the whole. ``shown`` is it, without data."""
+    row = math.prod(x.shape[1:])
+    if shown.is_contiguous():
+        if shown.numel() == x.numel():
+            spec = reshaped(x._spec, shown.shape)
+            if spec is not None:
+                # The very same local tensor: with it they share the count of writes.
+                return wrap_local(x._local_tensor, spec, False)
+            if x.numel():
+                raise NotImplementedError(
+                    f"{func} would turn shape {tuple(x.shape)} into {tuple(shown.shape)}, but "
+                    f"{x.placements} shards a dimension that would disappear: it must keep its "
+                    f"size, and the product of the sizes before it. {WAYS_OUT}"
+                )
+        elif row and shown.storage_offset() % row == 0 and shown.numel() % row == 0:
+            start = shown.storage_offset() // row
+            return _part(func, x, start, start + shown.numel() // row, shown.shape)
+    return gathered_view(func, x, read)
 
 
-def _squeeze(func: Any, x: RaggedTensor, dims: int | Sequence[int] | None = None) -> RaggedTensor:
-    if dims is None:
-        dims = range(x.dim())
-    elif isinstance(dims, int):
-        dims = (dims,)
-    gone = {dim_of(dim, x.dim()) for dim in dims}
-    kept = [size for dim, size in enumerate(x.shape) if size != 1 or dim not in gone]
-    return _in_shape(func, x, kept)
-
-
-def _permute(func: Any, x: RaggedTensor, dims: Sequence[int]) -> DTensor:
-    order = [dim_of(dim, x.dim()) for dim in dims]
-    moved = [dim for dim in order if x.shape[dim] != 1]
-    if moved != sorted(moved):
-        return gathered_view(aten.permute.default, x, order)
-    return _in_shape(func, x, [x.shape[dim] for dim in order])
-
-
-def _transpose(func: Any, x: RaggedTensor, first: int = 0, second: int = 1) -> DTensor:
-    order = list(range(x.dim()))
-    if order and (func is not aten.t.default or x.dim() == 2):
-        a, b = dim_of(first, x.dim()), dim_of(second, x.dim())
-        order[a], order[b] = order[b], order[a]
-    return _permute(func, x, order)
-
-
-def _expand(func: Any, x: RaggedTensor, shape: Sequence[int], *, implicit: bool = False) -> DTensor:
+def expand(func: Any, x: RaggedTensor, shape: Sequence[int], *, implicit: bool = False) -> DTensor:
+    """``x.expand``: a copy of the local part, or gathered along what is sharded."""
     missing = len(shape) - x.dim()
     sizes = [
         x.shape[d - missing] if size == -1 and d >= missing else size
@@ -138,7 +97,7 @@ def _expand(func: Any, x: RaggedTensor, shape: Sequence[int], *, implicit: bool 
     ]
     spec = expanded_spec(x._spec, sizes)
     if spec is None:  # dimensions that are sharded, or those before them
-        return gathered_view(func, x, sizes)
+        return gathered_view(func, x, lambda whole: func(whole, sizes))
     if spec is x._spec:
         return wrap_local(x._local_tensor, spec, False)
     return wrap_local(local_expanded(x._local_tensor, x._spec, spec), spec, False)
@@ -147,19 +106,22 @@ def _expand(func: Any, x: RaggedTensor, shape: Sequence[int], *, implicit: bool 
 # --- parts along dimension 0 ----------------------------------------------------------------------
 
 
-def _part(func: Any, x: RaggedTensor, start: int, stop: int, drop: bool = False) -> RaggedTensor:
+def _part(func: Any, x: RaggedTensor, start: int, stop: int, shape: Sequence[int]) -> RaggedTensor:
     """Indices [start, stop) of dimension 0, which lie in one run of the local part."""
     remember_layout(x)
-    spec = _part_spec(func, x._spec, start, stop, drop)
+    spec = _part_spec(func, x._spec, start, stop, shape)
     where = _local_slice(x._spec, start, stop)
-    # Below autograd a view would count the writes to it apart (see `elementwise`).
+    # Below autograd a view would count the writes to it apart (see `operands`).
     with torch.no_grad(), torch.overrides.enable_reentrant_dispatch():
         local = x._local_tensor[where]
     return wrap_local(local, spec, False)
 
 
-def _part_spec(func: Any, spec: DTensorSpec, start: int, stop: int, drop: bool) -> DTensorSpec:
-    part = sliced(spec, start, stop, drop=drop)
+def _part_spec(
+    func: Any, spec: DTensorSpec, start: int, stop: int, shape: Sequence[int]
+) -> DTensorSpec:
+    rows = sliced(spec, start, stop)
+    part = None if rows is None else reshaped(rows, shape)
     if part is None:
         raise NotImplementedError(
             f"{func} would split dimension 0 of {spec.placements}, which another axis of the mesh "
@@ -176,65 +138,11 @@ def _local_slice(spec: DTensorSpec, start: int, stop: int) -> slice:
     return slice(first, last)
 
 
-def _slice(
-    func: Any,
-    x: RaggedTensor,
-    dim: int = 0,
-    start: int | None = None,
-    stop: int | None = None,
-    step: int = 1,
-) -> DTensor:
-    dim = dim_of(dim, x.dim())
-    first, last = bounds(start, stop, x.shape[dim])
-    if step == 1 and (first, last) == (0, x.shape[dim]):
-        return _in_shape(func, x, x.shape)
-    if dim or step != 1:  # no whole runs of the storage
-        return gathered_view(func, x, dim, start, stop, step)
-    return _part(func, x, first, last)
-
-
-def _select(func: Any, x: RaggedTensor, dim: int, index: int) -> DTensor:
-    if not x.dim():
-        raise IndexError(f"{func}: a tensor without dimensions cannot be indexed by {index}")
-    if dim_of(dim, x.dim()):
-        return gathered_view(func, x, dim, index)
-    if not -len(x) <= index < len(x):
-        raise IndexError(f"index {index} is out of range for dimension 0 with size {len(x)}")
-    index %= len(x)
-    return _part(func, x, index, index + 1, drop=True)
-
-
-def _split(func: Any, x: RaggedTensor, size: int, dim: int = 0) -> list[DTensor]:
-    length = x.shape[dim_of(dim, x.dim())]
-    count = -(-length // size) if size else 1
-    sizes = [min(size, length - i * size) for i in range(max(count, 1))]
-    return _split_with_sizes(func, x, sizes, dim)
-
-
-def _split_with_sizes(
-    func: Any, x: RaggedTensor, sizes: Sequence[int], dim: int = 0
-) -> list[DTensor]:
-    dim = dim_of(dim, x.dim())
-    if sum(sizes) != x.shape[dim]:
-        raise RuntimeError(
-            f"{func}: sizes {list(sizes)} do not sum to dimension {dim} of a RaggedTensor of shape "
-            f"{tuple(x.shape)}"
-        )
-    ends = list(accumulate(sizes, initial=0))
-    return [_slice(aten.slice.Tensor, x, dim, *range_) for range_ in pairwise(ends)]
-
-
-def _unbind(func: Any, x: RaggedTensor, dim: int = 0) -> list[DTensor]:
-    return [
-        _select(aten.select.int, x, dim, index) for index in range(x.shape[dim_of(dim, x.dim())])
-    ]
-
-
 # --- gradients of parts ---------------------------------------------------------------------------
 
 
 def _whole_of(
-    func: Any, shape: Sequence[int], parts: Iterable[tuple[torch.Tensor, int, int]], drop: bool
+    func: Any, shape: Sequence[int], parts: Iterable[tuple[torch.Tensor, int, int]]
 ) -> RaggedTensor:
     """Zeros in the layout of the whole, with the gradients of parts of it in their places.
 
@@ -252,7 +160,7 @@ def _whole_of(
     start, stop = range_here(spec)
     local = first._local_tensor.new_zeros(stop - start)
     for grad, lower, upper in given:
-        expected = _part_spec(func, spec, lower, upper, drop)
+        expected = _part_spec(func, spec, lower, upper, grad.shape)
         moved: DTensor = grad
         if not same_layout(grad._spec, expected):
             moved = redistribute(grad, placements=expected.placements)
@@ -260,7 +168,7 @@ def _whole_of(
     return wrap_local(local, spec, False)
 
 
-def _slice_backward(
+def slice_backward(
     func: Any,
     grad: RaggedTensor,
     shape: Sequence[int],
@@ -269,53 +177,27 @@ def _slice_backward(
     stop: int | None,
     step: int,
 ) -> RaggedTensor:
-    first, last = bounds(start, stop, shape[dim])
+    """The gradient of ``x[start:stop]``."""
+    first, last, _ = slice(start, stop).indices(shape[dim])
     if (first, last) == (0, shape[dim]):
-        return _in_shape(func, grad, shape)
-    return _whole_of(func, shape, [(grad, first, last)], drop=False)
+        return wrap_local(grad._local_tensor, grad._spec, False)
+    return _whole_of(func, shape, [(grad, first, last)])
 
 
-def _select_backward(
+def select_backward(
     func: Any, grad: RaggedTensor, shape: Sequence[int], dim: int, index: int
 ) -> RaggedTensor:
+    """The gradient of ``x[index]``."""
     index %= shape[dim]
-    return _whole_of(func, shape, [(grad, index, index + 1)], drop=True)
+    return _whole_of(func, shape, [(grad, index, index + 1)])
 
 
-def _joined(func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> DTensor:
+def join(func: Any, parts: Sequence[torch.Tensor], dim: int = 0) -> Any:
     """``cat`` and ``stack``: of the whole, or the gradient of ``split`` and of ``unbind``."""
     stacks = func is aten.stack.default
     if running_node() not in PARTING or dim:
-        joined: DTensor = run_gathered(func, (parts, dim), {})
-        return joined
+        return run_gathered(func, parts, dim)
     lengths = [1 if stacks else part.shape[0] for part in parts]
     ends = list(accumulate(lengths, initial=0))
     inner = parts[0].shape if stacks else parts[0].shape[1:]
-    places = zip(parts, ends[:-1], ends[1:], strict=True)
-    return _whole_of(func, (ends[-1], *inner), places, drop=stacks)
-
-
-VIEWS: dict[Any, Callable[..., Any]] = {
-    aten._reshape_alias.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.alias.default: _alias,
-    aten.cat.default: _joined,
-    aten.detach.default: _alias,
-    aten.expand.default: _expand,
-    aten.permute.default: _permute,
-    aten.select.int: _select,
-    aten.select_backward.default: _select_backward,
-    aten.slice.Tensor: _slice,
-    aten.slice_backward.default: _slice_backward,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split_with_sizes,
-    aten.squeeze.default: _squeeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
-    aten.stack.default: _joined,
-    aten.t.default: _transpose,
-    aten.transpose.int: _transpose,
-    aten.unbind.int: _unbind,
-    aten.unsqueeze.default: _unsqueeze,
-    aten.view.default: _view,
-}
+    return _whole_of(func, (ends[-1], *inner), zip(parts, ends[:-1], ends[1:], strict=True))

@@ -8,116 +8,105 @@ result of the local ones is that of the whole ones, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import DTensorSpec, TensorMeta, pytree
-from vescale_fsdp.ragged import watching
-from vescale_fsdp.ragged.collectives import is_collective, run_collective
+from vescale_fsdp.compat import TENSOR_DATA, DTensorSpec, TensorMeta, pytree
+from vescale_fsdp.ragged.access import access_of, writes_to_plain
+from vescale_fsdp.ragged.collectives import hint_beside_plain, is_collective, run_collective
+from vescale_fsdp.ragged.gradients import PARTING, running_node
+from vescale_fsdp.ragged.operands import NotWholeError, Operands
 from vescale_fsdp.ragged.random import numbers_of_first_rank
+from vescale_fsdp.ragged.recuts import respecified_as
+from vescale_fsdp.ragged.replicated import (
+    ReplicatedTensor,
+    as_replicated,
+    number,
+    reduced,
+    wrap_replicated,
+)
 
+aten = torch.ops.aten
 _AS_THEY_ARE = nullcontext()
-Wrap = Callable[[torch.Tensor, DTensorSpec], DTensor]
+_JOINS = (aten.cat.default, aten.stack.default)
+# In inference mode a tensor subclass gets ``item`` itself, not the operator inside of it.
+_NUMBERS = (aten._local_scalar_dense.default, aten.item.default)
+# One tensor of the same shape, from one tensor.
+_LIKE = {
+    aten.clone.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.ones_like.default,
+    aten.zeros_like.default,
+}
 
 
-class Access(NamedTuple):
-    """What the schema of an operator says about the memory of its arguments."""
+def run_on_whole(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run an operator on replicated tensors, of which none beside is ragged.
 
-    positions: tuple[tuple[int, str], ...]  # and names, of those that it writes to
-    num_counted: int  # of how many of them the versions are raised
-    num_returns: int
-    is_view: bool  # results have the memory of an argument
-    is_local: bool  # whether it may run on the local tensors at all
-    is_random: bool  # ranks draw different numbers, unless their generators have the same state
-    has_out: bool  # writes to ``out=``
-    has_lists: bool  # a foreach or fused operator
-    is_fused: bool  # a step of an optimizer
-    takes_numbers: bool  # a plain tensor with one element is a number, of any shape
-
-    @property
-    def writes(self) -> bool:
-        """Whether it writes to an argument."""
-        return bool(self.positions)
-
-    def written(self, args: Any, kwargs: dict[str, Any]) -> list[Any]:
-        """The arguments that it writes to: tensors, or lists of them."""
-        found = [args[i] if i < len(args) else kwargs.get(name) for i, name in self.positions]
-        return [each for each in found if each is not None]
-
-    def returned(self, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operator returns that writes: the very arguments."""
-        if not self.num_returns:
-            return None
-        written = self.written(args, kwargs)
-        return written[0] if self.num_returns == 1 else tuple(written)
-
-
-@cache
-def access_of(func: Any) -> Access:
-    """Return the `Access` of an operator."""
-    schema = func._schema
-    positions = [
-        (index, argument.name)
-        for index, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    aliases = [each.alias_info for each in schema.returns if each.alias_info is not None]
-    name = schema.name
-    has_lists, is_fused = name.startswith(("aten::_foreach_", "aten::_fused_")), "::_fused_" in name
-    # A fused optimizer's first list are the parameters; the versions of its states are not raised.
-    num_counted = 1 if is_fused else len(positions)
-    is_random = func.namespace == "aten" and torch.Tag.nondeterministic_seeded in func.tags
-    # DTensors have a shape of their own.
-    changes_shape = torch.Tag.inplace_view in func.tags
-    changes_shape |= name in ("aten::set_", "aten::resize_", "aten::resize_as_")
-    is_local = func.namespace == "aten" and not (is_random or changes_shape)
-    is_view = any(not alias.is_write for alias in aliases)
-    has_out = any(schema.arguments[index].kwarg_only for index, _ in positions)
-    # Elsewhere it may be a batch of one, as for an embedding, which is another on each rank.
-    takes_numbers = has_lists or torch.Tag.pointwise in func.tags
-    takes_numbers |= name in (
-        "aten::allclose",
-        "aten::copy_",
-        "aten::index_fill_",
-        "aten::index_put_",
-    )
-    return Access(
-        tuple(positions),
-        num_counted,
-        len(schema.returns),
-        is_view,
-        is_local,
-        is_random,
-        has_out,
-        has_lists,
-        is_fused,
-        takes_numbers,
-    )
-
-
-def tell_of_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    """Name the tensors that an operator has written to, to who wants to hear of it."""
+    Cost: none, if all operands are whole; as `ReplicatedTensor` says, if some are partial; else
+    what torch's dispatch of DTensors costs.
+    """
+    if any(issubclass(each, DTensor) and each not in _OURS for each in types):
+        return NotImplemented  # of another library, which knows what to do with this one
+    if args and type(args[0]) is ReplicatedTensor and not _is_partial(args[0]):
+        local, spec = args[0]._local_tensor, args[0]._spec
+        if func is aten.detach.default:
+            return wrap_replicated(local, spec)
+        if func in _LIKE:
+            made = func(local, *args[1:], **kwargs)
+            same = made.dtype == local.dtype and made.device == local.device
+            return wrap_replicated(made, spec if same else respecified_as(spec, dtype=made.dtype))
+    if is_collective(func):
+        return run_collective(func, args, kwargs)
+    if func in _NUMBERS:
+        return number(args[0])
+    if func is aten.is_same_size.default:
+        return has_size_of(*args)
     access = access_of(func)
-    # The schemas of collectives do not say that they write.
-    written = access.written(args, kwargs) if access.writes else args[:1]
-    if watching.hears is not None and (access.writes or is_collective(func)):
-        watching.hears(pytree.tree_leaves(written))
+    if writes_to_plain(access, args, kwargs):
+        # With the values of all ranks. Sharded DTensors are left to torch, which raises.
+        args, kwargs = pytree.tree_map(_value, (args, kwargs))
+        return func(*args, **kwargs)
+    if func in _JOINS and running_node() in PARTING:
+        args = (_with_zeros(args[0]), *args[1:])
+    is_reshaped = torch.Tag.inplace_view in func.tags
+    if is_reshaped and not isinstance(args[0], torch.nn.Parameter):
+        _reduce_in_place(args[:1])
+        return _reshape_in_place(func, *args)
+    result = _run_locally(func, args, kwargs)
+    if result is NotImplemented:
+        # What is written later has to be seen through a view.
+        reduces_all = access.has_out or access.has_lists
+        to_reduce = (args, kwargs) if reduces_all else args[:1] if access.is_view else ()
+        if _reduce_in_place((to_reduce, access.written(args, kwargs))):
+            result = _run_locally(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    hint = hint_beside_plain(func)
+    if hint and not all(isinstance(x, DTensor) for x in pytree.tree_leaves(args[0])):
+        raise NotImplementedError(
+            f"{func} got a parameter that fully_shard keeps whole on every rank, and a plain "
+            f"tensor. {hint}To join both in a forward, call the module that owns the parameter"
+        )
+    result = DTensor.__torch_dispatch__(func, types, args, kwargs)
+    if not access.writes:
+        return as_replicated(result)
+    # Torch counts a write to ``p.data`` on that alone; a forward asks the local tensor.
+    for each in pytree.tree_leaves(access.written(args, kwargs)):
+        torch.autograd.graph.increment_version(compat.local_tensor(each))
+    return access.returned(args, kwargs)
 
 
-def writes_to_plain(access: Access, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether an operator writes, to plain tensors only."""
-    tensors = pytree.tree_leaves(access.written(args, kwargs)) if access.writes else []
-    return bool(tensors) and not any(isinstance(each, DTensor) for each in tensors)
+_OURS = (DTensor, ReplicatedTensor)
 
 
-def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any:
+def _run_locally(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator on the local tensors, if all operands are whole or single numbers.
 
     Random numbers are those of the mesh's first rank (file `random`), so all ranks draw the same.
@@ -126,24 +115,22 @@ def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any
     forward that uses a parameter outside of its unit.
 
     Returns:
-        Its result, of which ``wrap`` makes DTensors; or ``NotImplemented``. No communication, but
-        of collectives and for random numbers.
+        Its result, or ``NotImplemented``. No communication, but for random numbers.
     """
-    if is_collective(func):
-        return run_collective(func, args, kwargs)
-    if func is torch.ops.aten.is_same_size.default:
-        return has_size_of(*args)
     access = access_of(func)
     if not (access.is_local or access.is_random):
         return NotImplemented
-    operands = _Operands(takes_numbers=access.takes_numbers)
-    local_args = [operands.local(arg) for arg in args]
-    local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
-    if operands.has_others or operands.spec is None:
+    operands = Operands(func, access, args, kwargs, is_ragged=False)
+    try:
+        local_args = [operands.local(arg) for arg in args]
+        local_kwargs = {key: operands.local(value) for key, value in kwargs.items()}
+    except NotWholeError:
+        return NotImplemented
+    if operands.single is None:
         return NotImplemented
     numbers: AbstractContextManager[None] = _AS_THEY_ARE  # each operator of an optimizer comes here
     if access.is_random:
-        numbers = numbers_of_first_rank(func, operands.spec.mesh, local_args, local_kwargs)
+        numbers = numbers_of_first_rank(func, operands.single.mesh, local_args, local_kwargs)
     if access.writes:
         with numbers:
             write_locally(func, local_args, local_kwargs)
@@ -157,25 +144,9 @@ def run_locally(func: Any, args: Any, kwargs: dict[str, Any], wrap: Wrap) -> Any
             torch.inference_mode(False),
             torch.overrides.enable_reentrant_dispatch(),
         ):
-            return _wrapped(func(*local_args, **local_kwargs), operands.spec, wrap)
+            return operands.wrap(func(*local_args, **local_kwargs))
     with numbers:
-        return _wrapped(func(*local_args, **local_kwargs), operands.spec, wrap)
-
-
-def has_size_of(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """``x.is_same_size(other)``, with which forward-mode differentiation begins: it is refused.
-
-    Raises:
-        NotImplementedError: ``other`` is to become the tangent of ``x``, or is one.
-    """
-    if compat.is_transforming():
-        raise NotImplementedError(
-            "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) by a "
-            f"parameter of fully_shard, of shape {tuple(x.shape)}, is not supported: nothing was "
-            "sent. Make dual tensors of the inputs, or call functional_call on a plain module: "
-            "copy.deepcopy(model) inside of `with vescale_fsdp.unsharded(model):`"
-        )
-    return x.shape == other.shape
+        return operands.wrap(func(*local_args, **local_kwargs))
 
 
 def write_locally(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -198,56 +169,61 @@ def write_locally(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
         kwargs[name].copy_(value)
 
 
-class _Operands:
-    """The local tensors of operands on one mesh. Many objects are equal to a mesh."""
+def has_size_of(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """``x.is_same_size(other)``, with which forward-mode differentiation begins: it is refused.
 
-    def __init__(self, *, takes_numbers: bool) -> None:
-        self._takes_numbers = takes_numbers
-        self.spec: DTensorSpec | None = None  # of the first DTensor
-        self.has_others = False  # what is neither whole nor a number
-        self._ids: set[int] = set()  # of objects that are equal to the mesh of the first
-
-    def local(self, arg: Any) -> Any:
-        if isinstance(arg, list | tuple):
-            ids = self._ids
-            return [
-                each._local_tensor
-                if type(each) in _WHOLE and id(each._spec.mesh) in ids
-                else self.local(each)
-                for each in arg
-            ]
-        if not isinstance(arg, torch.Tensor):
-            return arg
-        if not isinstance(arg, DTensor):
-            is_number = not arg.dim() or (self._takes_numbers and arg.numel() == 1)
-            is_activation = bool(arg.numel()) and not is_number and torch.is_grad_enabled()
-            self.has_others |= is_activation
-            return arg
-        if self.spec is None:
-            self.spec = arg._spec
-        is_whole = self._has(arg.device_mesh) and all(p.is_replicate() for p in arg.placements)
-        self.has_others |= not is_whole or type(arg._local_tensor) is not torch.Tensor
-        return arg._local_tensor
-
-    def _has(self, mesh: DeviceMesh) -> bool:
-        assert self.spec is not None, "set by the first DTensor"
-        if id(mesh) not in self._ids and mesh == self.spec.mesh:
-            self._ids.add(id(mesh))
-        return id(mesh) in self._ids
+    Raises:
+        NotImplementedError: ``other`` is to become the tangent of ``x``, or is one.
+    """
+    if compat.is_transforming():
+        raise NotImplementedError(
+            "forward-mode differentiation (torch.func.jvp, torch.autograd.forward_ad) by a "
+            f"parameter of fully_shard, of shape {tuple(x.shape)}, is not supported: nothing was "
+            "sent. Make dual tensors of the inputs, or call functional_call on a plain module: "
+            "copy.deepcopy(model) inside of `with vescale_fsdp.unsharded(model):`"
+        )
+    return x.shape == other.shape
 
 
-_WHOLE: set[type] = set()  # the classes that have ``Replicate`` on each axis
+def _is_partial(tensor: Any) -> bool:
+    is_ours = isinstance(tensor, ReplicatedTensor)
+    return is_ours and any(p.is_partial() for p in tensor.placements)
 
 
-def always_whole(kind: type[DTensor]) -> None:
-    """Record that all tensors of a class are whole, so that lists of them are read faster."""
-    _WHOLE.add(kind)
+def _reduce_in_place(operands: Any) -> bool:
+    """Reduce the partial ones among operands; whether there were any."""
+    partial = [each for each in pytree.tree_leaves(operands) if _is_partial(each)]
+    for tensor in partial:
+        whole = reduced(tensor)
+        tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+    return bool(partial)
 
 
-def _wrapped(result: Any, like: DTensorSpec, wrap: Wrap) -> Any:
-    if isinstance(result, list | tuple):
-        return type(result)(_wrapped(each, like, wrap) for each in result)
-    if not isinstance(result, torch.Tensor):
-        return result
-    meta = TensorMeta(result.shape, result.stride(), result.dtype)
-    return wrap(result, DTensorSpec(like.mesh, like.placements, meta))
+def _value(arg: Any) -> Any:
+    found = reduced(arg)
+    is_whole = isinstance(found, DTensor) and all(p.is_replicate() for p in found.placements)
+    return found._local_tensor if is_whole else arg
+
+
+def _reshape_in_place(func: Any, tensor: DTensor, *args: Any) -> DTensor:
+    """Run ``squeeze_``, ``t_`` and the like. Torch changes the shape of the local tensor only."""
+    local, spec = tensor._local_tensor, tensor._spec
+    func(local, *args)
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    tensor._spec = DTensorSpec(spec.mesh, spec.placements, meta)
+    TENSOR_DATA.__set__(tensor, wrap_replicated(local, tensor._spec))
+    return tensor
+
+
+def _with_zeros(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of parts, with replicated tensors in place of plain zeros."""
+    spec = next(part._spec for part in parts if isinstance(part, DTensor))
+    whole = (Replicate(),) * spec.mesh.ndim
+    found: list[torch.Tensor] = []
+    for part in parts:
+        meta = TensorMeta(part.shape, part.stride(), part.dtype)
+        is_plain = not isinstance(part, DTensor)
+        found.append(
+            wrap_replicated(part, DTensorSpec(spec.mesh, whole, meta)) if is_plain else part
+        )
+    return found

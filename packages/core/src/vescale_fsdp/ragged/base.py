@@ -1,4 +1,6 @@
-"""``x.data`` of a sharded or replicated tensor, ``x.data = new``, and copies.
+"""FSDPTensor: what sharded, replicated and gathered tensors have in common.
+
+Their operators run by one function (file `dispatch`), and their data can be assigned to.
 
 With plain tensors an assignment lets ``x`` have the memory of ``new``, and what ``x.data`` gave
 before keeps the former memory, with the former values::
@@ -16,13 +18,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import TENSOR_DATA, TraceableDTensor, local_tensor, set_versions
 from vescale_fsdp.ragged import watching
+from vescale_fsdp.ragged.access import tell_of_writes
 
 NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
 # On an error of an operator: the ids of the local tensors of sharded parameters that it got.
@@ -38,13 +41,27 @@ def note_operands(error: Exception, operands: Iterable[Any]) -> None:
     setattr(error, OPERANDS, getattr(error, OPERANDS, None) or ids)
 
 
-class AssignableData(TraceableDTensor):
-    """A DTensor with data to assign to. Results of ``detach()`` must share its local tensor.
+class FSDPTensor(TraceableDTensor):
+    """A DTensor whose operators run by `dispatch`, and whose data can be assigned to.
 
-    The local tensor is a view of a buffer. A copy has memory of its own.
+    The local tensor is a view of a buffer. A copy has memory of its own. Results of ``detach()``
+    share the local tensor.
     """
 
-    def _copied(self) -> AssignableData:
+    # No ``__slots__``: torch copies the slots that `self.__slots__` names, DTensor's.
+    run_operator: ClassVar[Callable[..., Any]]  # by `dispatch`, which knows all classes
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch types only its stub
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = FSDPTensor.run_operator(func, types, args, kwargs)
+        if watching.hears is not None:
+            tell_of_writes(func, args, kwargs)
+        return result
+
+    def _copied(self) -> FSDPTensor:
         """Return a tensor with the same elements in other memory, without autograd."""
         raise NotImplementedError
 
@@ -52,7 +69,7 @@ class AssignableData(TraceableDTensor):
         """Return another DTensor of this mesh with the placements of this one. Collective."""
         return other.redistribute(placements=self.placements)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AssignableData:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FSDPTensor:
         copied = self._copied()
         copied.requires_grad_(self.requires_grad)
         if isinstance(self, torch.nn.Parameter):
