@@ -273,7 +273,7 @@ def gather_what_is_sharded() -> tuple[str, list[float], list[float]]:
 
 def test_gather_says_what_to_do_with_what_was_computed_of_sharded_weights() -> None:
     for message, found, expected in run_ranks(gather_what_is_sharded, 2):
-        assert "gather got a sharded tensor (ReducedTensor of shape ())" in message
+        assert "gather got a sharded tensor (ReplicatedTensor of shape ())" in message
         assert "unsharded(model, recurse=False)" in message
         assert found == pytest.approx(expected)
         assert found[0] != found[1]

@@ -70,6 +70,15 @@ def test_latency_and_bandwidth_are_those_of_a_line() -> None:
     assert link == Link(link.bytes_per_s, link.latency_s)
 
 
+def test_a_busy_machine_is_no_network_of_any_speed() -> None:
+    """Other programs took the processor while the small messages were measured."""
+    for small_s in (0.9e-3, 1e-3, 4e-3):
+        link = link_of([Sent(1000, small_s), Sent(500_000, 1e-3), Sent(10**6, 1e-3)])
+        assert 1e9 < link.bytes_per_s < 4.001e9
+        assert 0 < link.latency_s < 1e-3
+        assert link.seconds(10**6) == pytest.approx(1e-3, rel=0.01)
+
+
 def check_fused_rates() -> None:
     cpu = torch.device("cpu")
     names: list[OptimizerName] = ["adamw", "adamw_fused", "sgd", "sgd_fused", "none"]

@@ -97,10 +97,15 @@ def _sent(run: Callable[[], None], device: torch.device, num_bytes: int) -> Sent
 
 
 def link_of(points: Sequence[Sent]) -> Link:
-    """Fit latency and bandwidth: the smallest messages, and the slope up to the largest."""
+    """Fit latency and bandwidth: the smallest messages, and the slope up to the largest.
+
+    On a busy machine the smallest messages may take as long as the largest. Such a slope would be
+    a network of any speed, so the largest messages count as sending for a quarter of their time.
+    """
     small, large = min(point.num_bytes for point in points), max(p.num_bytes for p in points)
-    latency_s = statistics.mean(p.seconds for p in points if p.num_bytes == small)
     seconds = statistics.mean(p.seconds for p in points if p.num_bytes == large)
+    latency_s = statistics.mean(p.seconds for p in points if p.num_bytes == small)
+    latency_s = min(latency_s, 0.75 * seconds)
     rate = (large - small) / max(seconds - latency_s, 1e-9)
     return Link(rate, max(latency_s - small / rate, 0.0))
 
