@@ -100,5 +100,10 @@ def tell_of_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 def writes_to_plain(access: Access, args: Any, kwargs: dict[str, Any]) -> bool:
     """Whether an operator writes, to plain tensors only."""
-    tensors = pytree.tree_leaves(access.written(args, kwargs)) if access.writes else []
-    return bool(tensors) and not any(isinstance(each, DTensor) for each in tensors)
+    found = False
+    for each in access.written(args, kwargs):
+        for tensor in each if isinstance(each, list | tuple) else (each,):
+            if isinstance(tensor, DTensor):
+                return False  # the first parameter of an optimizer's thousands
+            found |= isinstance(tensor, torch.Tensor)
+    return found
