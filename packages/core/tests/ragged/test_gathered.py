@@ -148,6 +148,23 @@ def test_what_would_differ_or_be_lost_is_refused_before_communication() -> None:
     run_ranks(check_refused, 2)
 
 
+def check_beside_ragged() -> None:
+    """The rule of the ragged operand knows what may stand beside, also of a view."""
+    dense, one = random((4, 4)), torch.tensor([2.0])
+    for x in layouts_of(dense):
+        found = torch.where(x > 0, x.T, one)
+        torch.testing.assert_close(whole(found), torch.where(dense > 0, dense.T, one))
+        first, second = torch._foreach_add([x, one], [x.T, one])
+        torch.testing.assert_close(whole(first), dense + dense.T)
+        assert second == 4
+        with pytest.raises(NotImplementedError, match="full_tensor"):
+            x.clone().resize_((3, 4), memory_format=torch.contiguous_format)
+
+
+def test_a_view_stands_beside_what_a_ragged_tensor_takes() -> None:
+    run_ranks(check_beside_ragged, 2)
+
+
 def check_new() -> None:
     """As torchtitan makes the parts of a fused weight, for its initialisation."""
     for x in layouts_of(random((6, 4))):

@@ -134,7 +134,7 @@ def check_sliced(spec: DTensorSpec) -> int:
             kept = [i - start * row for i in held(spec, there) if start * row <= i < stop * row]
             assert held(result, there) == kept
         if stop == start + 1:
-            dropped = sliced(spec, start, stop, drop=True)
+            dropped = reshaped(result, spec.shape[1:])
             assert dropped is not None
             check_valid(dropped)
             assert tuple(dropped.shape) == tuple(spec.shape[1:])

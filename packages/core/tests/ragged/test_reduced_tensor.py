@@ -268,6 +268,41 @@ def test_types_and_files() -> None:
     run_ranks(check_objects, 2)
 
 
+def check_strides() -> None:
+    """A copy has the strides of its local tensor: else a view of it is a copy, and loses writes."""
+    for x in sharded(random(SHAPE), make_mesh()):
+        outer = x @ x.T
+        copies = (
+            outer[:2].t().contiguous(),
+            outer.t().clone(),
+            x.sum(0).expand(3, SHAPE[-1]).clone(),
+            torch.ones_like(x.sum(0).expand(3, SHAPE[-1])),
+            torch.ones_like(outer[:2].t(), dtype=torch.float64),
+        )
+        for made in copies:
+            local = whole_of(made)
+            assert made.stride() == local.stride()
+            assert made.is_contiguous() == local.is_contiguous()
+            if made.is_contiguous():
+                made.view(-1).zero_()
+                assert not whole_of(made).any()
+
+
+def test_copies_have_the_strides_that_they_say() -> None:
+    run_ranks(check_strides, 2)
+
+
+def check_assigned() -> None:
+    x = sharded(random(SHAPE), make_mesh())[0]
+    total = x.sum(0)
+    total.data = x.sum(0) * 2
+    torch.testing.assert_close(whole_of(total), 2 * whole_of(x).sum(0))
+
+
+def test_data_of_a_partial_result_is_assigned() -> None:
+    run_ranks(check_assigned, 2)
+
+
 def check_gradient() -> None:
     mesh, whole = make_mesh(), random(SHAPE)
     for x in sharded(whole, mesh)[:-1]:

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from vescale_fsdp import RaggedShard, RaggedTensor
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import make_mesh, random
-from .layouts import Results, composed, counted_collectives, grid, layouts_of, same
+from .layouts import Results, composed, counted_collectives, grid, layouts_of, same, whole_of
 
 # Of a tensor of shape (4, 1, 6).
 SHAPED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -182,6 +183,83 @@ def test_split_factors_follow() -> None:
 
 
 # --- expand ---------------------------------------------------------------------------------------
+
+
+# Some are a range of the storage by chance, or all elements, but along another dimension.
+OF_ANY_SHAPE: dict[str, Callable[[Tensor], Tensor | tuple[Tensor, ...]]] = {
+    "first column": lambda x: x[:, 0],
+    "last of the last": lambda x: x.select(-1, -1),
+    "first row": lambda x: x[0],
+    "first rows": lambda x: x[:1],
+    "all rows": lambda x: x[:],
+    "all columns": lambda x: x[:, :],
+    "every sixth row": lambda x: x[::6],
+    "every second row": lambda x: x[1::2],
+    "no columns": lambda x: x[:, :0],
+    "no rows": lambda x: x[1:0],
+    "rows, from its end": lambda x: x[-1:],
+    "columns": lambda x: x.unbind(1),
+    "rows": lambda x: x.unbind(),
+    "halves": lambda x: x.chunk(2),
+    "all in one part": lambda x: x.split(99),
+    "all columns in one part": lambda x: x.split(99, 1),
+    "of what was computed": lambda x: (x * 2)[0],
+    "rows of what was computed": lambda x: (x * 2).unbind(),
+    "of a view": lambda x: x.view(1, -1)[:, 0],
+    "transposed": lambda x: x.t()[0],
+}
+
+
+def check_any_shape() -> None:
+    for shape in ((6, 1), (1, 4), (4, 3), (1, 1), (2, 2)):
+        whole = random(shape)
+        for x in layouts_of(whole):
+            for name, view in OF_ANY_SHAPE.items():
+                leaf, dense = (y.detach().clone().requires_grad_() for y in (x, whole))
+                found, expected = view(leaf), view(dense)
+                if isinstance(found, Tensor):
+                    found, expected = (found,), (expected,)
+                for one, other in zip(found, expected, strict=True):
+                    same(one, other, (name, shape, x.placements))
+                for parts in (found, expected):
+                    loss = sum(part.pow(2).sum() * (i + 1) for i, part in enumerate(parts))
+                    whole_of(loss).backward()
+                assert type(leaf.grad) is RaggedTensor, (name, shape, x.placements)
+                same(leaf.grad, dense.grad, (name, shape, x.placements))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_views_of_any_shape_have_the_values_and_gradients_of_dense_ones(world_size: int) -> None:
+    run_ranks(check_any_shape, world_size)
+
+
+def check_along_a_sharded_dimension() -> None:
+    mesh = init_device_mesh("cpu", (2, 1))
+    for shape, outer in (((6, 1), Shard(1)), ((6, 4), Shard(0)), ((4, 6), Shard(1))):
+        whole = random(shape)
+        x = RaggedTensor.distribute(whole, mesh, [outer, RaggedShard((0,), (1,))])
+        for view in (lambda x: x[:, 0], lambda x: x[:, :0], lambda x: x[::6]):
+            same(view(x), view(whole), shape)
+
+
+def test_parts_along_a_dimension_that_another_axis_shards_are_gathered() -> None:
+    run_ranks(check_along_a_sharded_dimension, 2)
+
+
+def check_inference() -> None:
+    for x in layouts_of(random((4, 3))):
+        version, total = x._local_tensor._version, x.sum(0)
+        with torch.inference_mode():
+            x.view(-1).mul_(2)
+            x.detach()[1:].mul_(2)
+            total.detach().mul_(2)
+        assert x._local_tensor._version > version
+        same(total, 2 * random((4, 3)).sum(0))
+        same(x[1:], 4 * random((4, 3))[1:])
+
+
+def test_views_in_inference_mode_count_writes() -> None:
+    run_ranks(check_inference, 2)
 
 
 def check_expand() -> None:

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import TENSOR_DATA, TraceableDTensor, local_tensor, set_versions
 from vescale_fsdp.ragged import watching
-from vescale_fsdp.ragged.access import tell_of_writes
+from vescale_fsdp.ragged.access import access_of, tell_of_writes
 
 NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
 # On an error of an operator: the ids of the local tensors of sharded parameters that it got.
@@ -56,6 +56,10 @@ class FSDPTensor(TraceableDTensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and access_of(func).is_view:
+            # A view of a tensor that counts its writes counts them, too, as in torch.
+            with torch.inference_mode(False), torch.no_grad():
+                return FSDPTensor.run_operator(func, types, args, kwargs)
         result = FSDPTensor.run_operator(func, types, args, kwargs)
         if watching.hears is not None:
             tell_of_writes(func, args, kwargs)

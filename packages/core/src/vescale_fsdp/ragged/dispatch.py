@@ -55,7 +55,6 @@ aten = torch.ops.aten
 class Rule(NamedTuple):
     """How an operator runs on ragged tensors."""
 
-    kind: str  # of the table above
     run: Callable[..., Any]  # (operator, its arguments)
     way: str  # of an element-wise operator: see `dispatch`
 
@@ -160,26 +159,26 @@ def rule_of(func: Any) -> Rule:
     """How an operator runs on ragged tensors: what the table says, else what its schema does."""
     rule = _RULES.get(func)
     if rule is None:
-        kind, run = _derived(func)
-        rule = _RULES[func] = Rule(kind, run, _way_of(func, run))
+        run = _derived(func)
+        rule = _RULES[func] = Rule(run, _way_of(func, run))
     return rule
 
 
-def _derived(func: Any) -> tuple[str, Callable[..., Any]]:
-    """The rule of an operator that is not in the table."""
+def _derived(func: Any) -> Callable[..., Any]:
+    """What runs an operator that is not in the table."""
     access = access_of(func)
     if is_collective(func):
-        return "refuse", _refuse
+        return _refuse
     if _is_pointwise(func):
-        return "pointwise", pointwise.run_pointwise
+        return pointwise.run_pointwise
     if torch.Tag.inplace_view in func.tags:
-        return "write", turn_in_place
+        return turn_in_place
     if access.is_local and not access.writes:
         if not access.is_view:
-            return "gather", run_gathered
+            return run_gathered
         if [str(each.type) for each in func._schema.returns] == ["Tensor"]:
-            return "view", _other_view
-    return "write", run_in_place
+            return _other_view
+    return run_in_place
 
 
 def _is_pointwise(func: Any) -> bool:
@@ -214,9 +213,9 @@ def _way_of(func: Any, run: Callable[..., Any]) -> str:
     return _MAKES if str(func._schema.returns[0].type) == "Tensor" else _LONG
 
 
-for _kind, _operators in _TABLE.items():
+for _operators in _TABLE.values():
     for _func, _run in _operators.items():
-        _RULES[_func] = Rule(_kind, _run, _way_of(_func, _run))
+        _RULES[_func] = Rule(_run, _way_of(_func, _run))
 
 
 def dispatch(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

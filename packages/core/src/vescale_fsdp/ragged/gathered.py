@@ -101,14 +101,16 @@ def run_on_views(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         views = (x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, GatheredView))
         refuse_collective(func, next(views)._source)
     if torch.Tag.inplace_view in func.tags:
-        return turn_in_place(func, *args)
+        return turn_in_place(func, *args, **kwargs)
     written = pytree.tree_leaves(access.written(args, kwargs))
     if any(isinstance(each, GatheredView) for each in written):
         return run_in_place(func, *args, **kwargs)
     if access.is_view and isinstance(args[0], GatheredView):
         return _views_of(func, *args, **kwargs)
-    check_beside(func, (args, kwargs))
-    for each in pytree.tree_leaves((args, kwargs)):
+    leaves = pytree.tree_leaves((args, kwargs))
+    if not any(isinstance(each, RaggedTensor) for each in leaves):  # whose rule knows what mixes
+        check_beside(func, leaves)
+    for each in leaves:
         if isinstance(each, GatheredView):
             keep_layout(each)  # its gradient may be ragged, as the operand beside it
     return func(*pytree.tree_map(_gathered, args), **pytree.tree_map(_gathered, kwargs))
@@ -218,7 +220,7 @@ def _store(tensor: GatheredView | RaggedTensor, written: DTensor, is_from_first:
     source.copy_(values)
 
 
-def turn_in_place(func: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+def turn_in_place(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Run ``x.t_()``, ``x.squeeze_()`` and the like: ``x`` becomes the view that ``x.t()`` gives.
 
     Raises:
@@ -228,7 +230,7 @@ def turn_in_place(func: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
     packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"))
     find = getattr(packet, func._overloadname)
     if not access_of(find).is_view:
-        return cast(torch.Tensor, run_in_place(func, x, *args))  # which raises
+        return cast(torch.Tensor, run_in_place(func, x, *args, **kwargs))  # which raises
     if isinstance(x, torch.nn.Parameter):
         raise NotImplementedError(
             f"{func} would change the shape of a sharded parameter. Use an operator that returns a "

@@ -261,6 +261,8 @@ class Operands:
             return self._wrap(result, self.single)
         if not isinstance(result, list | tuple):
             return result
+        if result and isinstance(result[0], list | tuple):  # the lists of a functional fused step
+            return type(result)(map(self.wrap, result))
         specs = self.positions or [self.single] * len(result)
         return type(result)(map(self._wrap, result, specs))
 

@@ -148,8 +148,8 @@ def _counterpart(shape: Sequence[int], dim: int, new_shape: Sequence[int]) -> in
     return None
 
 
-def sliced(spec: DTensorSpec, start: int, stop: int, *, drop: bool = False) -> DTensorSpec | None:
-    """Indices [start, stop) of dimension 0; with ``drop``, that dimension is gone.
+def sliced(spec: DTensorSpec, start: int, stop: int) -> DTensorSpec | None:
+    """Indices [start, stop) of dimension 0.
 
     None where another axis has ``Shard(0)``: there the indices have other holders; and where units
     have fixed sizes: the indices are at other elements of each part.
@@ -163,9 +163,7 @@ def sliced(spec: DTensorSpec, start: int, stop: int, *, drop: bool = False) -> D
     # In units of 1/total of a row, both the old cuts and the ends of the slice are integers.
     fine = ((count, units * rows) for count, units in placement.runs)
     runs = list(clipped(fine, start * total, stop * total))
-    shape = spec.shape[1:] if drop else (stop - start, *spec.shape[1:])
-    placements = [Shard(p.dim - 1) if drop and type(p) is Shard else p for p in spec.placements]
-    return _fitted(spec, runs, shape, placements)
+    return _fitted(spec, runs, (stop - start, *spec.shape[1:]), list(spec.placements))
 
 
 def rescaled(

@@ -43,6 +43,10 @@ class ReplicatedTensor(FSDPTensor):
         """A copy on every rank, as of sharded tensors: it stays as it is in later steps."""
         return super().full_tensor(grad_placements=grad_placements).clone()
 
+    def _placed_here(self, other: DTensor) -> DTensor:
+        reduce_in_place(self)  # torch redistributes nothing to a ``Partial``
+        return super()._placed_here(other)
+
     def _copied(self) -> ReplicatedTensor:
         return wrap_replicated(self._local_tensor.detach().clone(), self._spec)
 
@@ -85,6 +89,13 @@ def reduced(tensor: Any) -> Any:
         return tensor
     with torch.no_grad():
         return tensor.redistribute(placements=[Replicate()] * len(tensor.placements))
+
+
+def reduce_in_place(tensor: DTensor) -> None:
+    """Let a tensor that may be partial be replicated from now on: before it is written to."""
+    if any(p.is_partial() for p in tensor.placements):
+        whole = reduced(tensor)
+        tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
 
 
 def number(tensor: DTensor) -> Any:

@@ -4,14 +4,14 @@ They share memory with the tensor and need no communication: no element leaves i
 become is in file `recuts`. ``x[2:4]`` of rows (1, 2, 3) is held as rows (0, 1, 1): a rank whose
 rows lie outside of the part holds nothing.
 
-Which elements an operator shows, torch says of a tensor without data (``meta``):
-
-| what it shows | result |
+| view | result |
 |---|---|
 | all elements, in order | ragged, in the other shape; an error where a cut cannot be said of it |
-| whole indices of dimension 0, in order | ragged; an error beside a ``Shard(0)`` |
+| ``x[a:b]``, ``x[i]``, ``split``, ``unbind``, dimension 0 | ragged; an error beside ``Shard(0)`` |
 | ``expand`` along dimensions that are not sharded | ragged, a copy |
-| all else (``x.T``, ``x[:, 1]``) | gathered when it is used (file `gathered`) |
+| all else (``x.T``, ``x[:, 1]``, ``x[::2]``) | gathered when it is used (file `gathered`) |
+
+Which elements an operator shows, torch says of a tensor without data (``meta``).
 """
 
 from __future__ import annotations
@@ -40,6 +40,14 @@ from vescale_fsdp.ragged.recuts import (
 from vescale_fsdp.ragged.tensor import WAYS_OUT, RaggedTensor, redistribute, wrap_local
 
 aten = torch.ops.aten
+# Operators that show parts along a dimension, and where that is among the arguments after ``x``.
+_PARTS = {
+    aten.select.int: 0,
+    aten.slice.Tensor: 0,
+    aten.split.Tensor: 1,
+    aten.split_with_sizes.default: 1,
+    aten.unbind.int: 0,
+}
 
 
 def alias(func: Any, x: RaggedTensor) -> RaggedTensor:
@@ -55,22 +63,36 @@ def view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> DTensor | lis
     except (IndexError, RuntimeError) as error:
         found = f"{func} of a RaggedTensor of shape {tuple(x.shape)}: {error}"
         raise type(error)(found) from None
+    is_range = True
+    if func in _PARTS:
+        # A part along another dimension may be a range of the storage, too (``x[:, 0]`` of shape
+        # (6, 1)). But its gradient comes in terms of that dimension.
+        dim = args[_PARTS[func]] if _PARTS[func] < len(args) else 0
+        is_range = dim % x.dim() == 0
+        if func is aten.slice.Tensor:
+            has_step = len(args) > 3 and args[3] != 1
+            is_range = (is_range and not has_step) or shown.shape == x.shape
+        remember_layout(x)
     if isinstance(shown, torch.Tensor):
-        return _showing(func, x, shown, lambda whole: func(whole, *args, **kwargs))
+        return _showing(func, x, shown, is_range, lambda whole: func(whole, *args, **kwargs))
 
     def part(number: int, whole: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = func(whole, *args, **kwargs)[number]
         return found
 
-    return [_showing(func, x, each, partial(part, i)) for i, each in enumerate(shown)]
+    return [_showing(func, x, each, is_range, partial(part, i)) for i, each in enumerate(shown)]
 
 
 def _showing(
-    func: Any, x: RaggedTensor, shown: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor]
+    func: Any,
+    x: RaggedTensor,
+    shown: torch.Tensor,
+    is_range: bool,
+    read: Callable[[torch.Tensor], torch.Tensor],
 ) -> DTensor:
     """The view of ``x`` that ``read`` gives of the whole. ``shown`` is it, without data."""
     row = math.prod(x.shape[1:])
-    if shown.is_contiguous():
+    if is_range and shown.is_contiguous():
         if shown.numel() == x.numel():
             spec = reshaped(x._spec, shown.shape)
             if spec is not None:
@@ -108,7 +130,6 @@ def expand(func: Any, x: RaggedTensor, shape: Sequence[int], *, implicit: bool =
 
 def _part(func: Any, x: RaggedTensor, start: int, stop: int, shape: Sequence[int]) -> RaggedTensor:
     """Indices [start, stop) of dimension 0, which lie in one run of the local part."""
-    remember_layout(x)
     spec = _part_spec(func, x._spec, start, stop, shape)
     where = _local_slice(x._spec, start, stop)
     # Below autograd a view would count the writes to it apart (see `operands`).
@@ -176,18 +197,22 @@ def slice_backward(
     start: int | None,
     stop: int | None,
     step: int,
-) -> RaggedTensor:
+) -> Any:
     """The gradient of ``x[start:stop]``."""
-    first, last, _ = slice(start, stop).indices(shape[dim])
-    if (first, last) == (0, shape[dim]):
+    if tuple(shape) == grad.shape:
         return wrap_local(grad._local_tensor, grad._spec, False)
-    return _whole_of(func, shape, [(grad, first, last)])
+    if dim % len(shape) or step != 1:
+        return run_gathered(func, grad, shape, dim, start, stop, step)
+    first, last, _ = slice(start, stop).indices(shape[dim])
+    return _whole_of(func, shape, [(grad, first, max(first, last))])
 
 
 def select_backward(
     func: Any, grad: RaggedTensor, shape: Sequence[int], dim: int, index: int
-) -> RaggedTensor:
+) -> Any:
     """The gradient of ``x[index]``."""
+    if dim % len(shape):
+        return run_gathered(func, grad, shape, dim, index)
     index %= shape[dim]
     return _whole_of(func, shape, [(grad, index, index + 1)])
 

@@ -22,11 +22,11 @@ from vescale_fsdp.ragged.collectives import hint_beside_plain, is_collective, ru
 from vescale_fsdp.ragged.gradients import PARTING, running_node
 from vescale_fsdp.ragged.operands import NotWholeError, Operands
 from vescale_fsdp.ragged.random import numbers_of_first_rank
-from vescale_fsdp.ragged.recuts import respecified_as
 from vescale_fsdp.ragged.replicated import (
     ReplicatedTensor,
     as_replicated,
     number,
+    reduce_in_place,
     reduced,
     wrap_replicated,
 )
@@ -60,8 +60,8 @@ def run_on_whole(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> An
             return wrap_replicated(local, spec)
         if func in _LIKE:
             made = func(local, *args[1:], **kwargs)
-            same = made.dtype == local.dtype and made.device == local.device
-            return wrap_replicated(made, spec if same else respecified_as(spec, dtype=made.dtype))
+            same = made.dtype == local.dtype and made.stride() == spec.stride
+            return wrap_replicated(made, spec if same else _spec_of(made, spec))
     if is_collective(func):
         return run_collective(func, args, kwargs)
     if func in _NUMBERS:
@@ -91,8 +91,9 @@ def run_on_whole(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> An
     hint = hint_beside_plain(func)
     if hint and not all(isinstance(x, DTensor) for x in pytree.tree_leaves(args[0])):
         raise NotImplementedError(
-            f"{func} got a parameter that fully_shard keeps whole on every rank, and a plain "
-            f"tensor. {hint}To join both in a forward, call the module that owns the parameter"
+            f"{func} got a tensor of fully_shard that every rank has whole (a parameter that is "
+            "kept so, or what a reduction of a sharded one gives), and a plain tensor. "
+            f"{hint}To join both in a forward, call the module that owns the parameter"
         )
     result = DTensor.__torch_dispatch__(func, types, args, kwargs)
     if not access.writes:
@@ -139,11 +140,7 @@ def _run_locally(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return access.returned(args, kwargs)
     if access.is_view:
         # Below autograd a view would count the writes to it apart.
-        with (
-            torch.no_grad(),
-            torch.inference_mode(False),
-            torch.overrides.enable_reentrant_dispatch(),
-        ):
+        with torch.no_grad(), torch.overrides.enable_reentrant_dispatch():
             return operands.wrap(func(*local_args, **local_kwargs))
     with numbers:
         return operands.wrap(func(*local_args, **local_kwargs))
@@ -185,6 +182,12 @@ def has_size_of(x: torch.Tensor, other: torch.Tensor) -> bool:
     return x.shape == other.shape
 
 
+def _spec_of(local: torch.Tensor, beside: DTensorSpec) -> DTensorSpec:
+    """That of a tensor which each rank has whole, on the mesh of another."""
+    meta = TensorMeta(local.shape, local.stride(), local.dtype)
+    return DTensorSpec(beside.mesh, (Replicate(),) * beside.mesh.ndim, meta)
+
+
 def _is_partial(tensor: Any) -> bool:
     is_ours = isinstance(tensor, ReplicatedTensor)
     return is_ours and any(p.is_partial() for p in tensor.placements)
@@ -194,8 +197,7 @@ def _reduce_in_place(operands: Any) -> bool:
     """Reduce the partial ones among operands; whether there were any."""
     partial = [each for each in pytree.tree_leaves(operands) if _is_partial(each)]
     for tensor in partial:
-        whole = reduced(tensor)
-        tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+        reduce_in_place(tensor)
     return bool(partial)
 
 
@@ -218,12 +220,7 @@ def _reshape_in_place(func: Any, tensor: DTensor, *args: Any) -> DTensor:
 def _with_zeros(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The gradients of parts, with replicated tensors in place of plain zeros."""
     spec = next(part._spec for part in parts if isinstance(part, DTensor))
-    whole = (Replicate(),) * spec.mesh.ndim
-    found: list[torch.Tensor] = []
-    for part in parts:
-        meta = TensorMeta(part.shape, part.stride(), part.dtype)
-        is_plain = not isinstance(part, DTensor)
-        found.append(
-            wrap_replicated(part, DTensorSpec(spec.mesh, whole, meta)) if is_plain else part
-        )
-    return found
+    return [
+        part if isinstance(part, DTensor) else wrap_replicated(part, _spec_of(part, spec))
+        for part in parts
+    ]
