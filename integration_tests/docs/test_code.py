@@ -207,6 +207,13 @@ def test_blocks_run_on_two_ranks(
     run_ranks(run_all, 2, paths, timeout_s=280)
 
 
+# A rank that ends closes its connections, while another may still make its own.
+MEET = """import torch
+if torch.distributed.is_initialized():
+    torch.distributed.barrier()
+"""
+
+
 def test_scripts_run_under_torchrun(
     files: dict[Path, Block], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,8 +222,7 @@ def test_scripts_run_under_torchrun(
         if is_script(block):
             script, log = tmp_path / path.name, tmp_path / f"{path.name}.log"
             text = path.read_text().replace("until=10_000", "until=20")
-            # A rank that ends closes its connections, while another may still make its own.
-            script.write_text(f"{text}\ntorch.distributed.barrier()\n")
+            script.write_text(f"{text}\n{MEET}")
             code = run_torchrun(
                 *("--standalone", "--nproc-per-node=2", script),
                 log=log,
