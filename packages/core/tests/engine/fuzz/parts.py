@@ -130,7 +130,10 @@ class Attention(nn.MultiheadAttention):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         rows = torch.tanh(x).to(self.in_proj_weight.dtype)[None]
         y, _ = super().forward(rows, rows, rows, need_weights=False)
-        return y[0].to(x.dtype)  # type: ignore[no-any-return]
+        # The sum does not depend on the bias of the keys: its gradient would be rounding errors,
+        # and Adam makes steps of full size of them, in directions that differ between machines.
+        _, of_keys, _ = self.in_proj_bias.chunk(3)
+        return (y[0] + of_keys).to(x.dtype)  # type: ignore[no-any-return]
 
 
 class Normed(nn.Module):
