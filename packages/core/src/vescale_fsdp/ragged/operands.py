@@ -171,13 +171,10 @@ class Operands:
             elif is_tensor_list(written) and not self.is_alike(written):
                 for tensor, spec in zip(written, self.positions, strict=True):
                     self._check_written(tensor, spec)
+        specs = [self.single] if self.single is not None else self.positions
         # On a mesh of one axis there is no other axis: most calls end here.
-        for spec in [self.single] if self.single is not None else self.positions:
-            if (
-                spec is not None
-                and is_partial(spec)
-                and not _commutes(self.func, args, kwargs, spec)
-            ):
+        for spec in [each for each in specs if each is not None and len(each.placements) > 1]:
+            if is_partial(spec) and not _commutes(self.func, args, kwargs, spec):
                 refuse_partial(self.func, spec)
 
     def _check_written(self, tensor: torch.Tensor, spec: DTensorSpec | None) -> None:
