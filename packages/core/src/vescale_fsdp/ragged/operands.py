@@ -231,7 +231,9 @@ class Operands:
         spec = tensor._spec
         if self.single is None:
             self.single = spec
-        is_whole = spec.mesh == self.single.mesh and all(p.is_replicate() for p in spec.placements)
+        mesh = self.single.mesh
+        is_here = spec.mesh is mesh or spec.mesh == mesh  # whose comparison is a call
+        is_whole = is_here and all(p.is_replicate() for p in spec.placements)
         if not is_whole or type(tensor._local_tensor) is not torch.Tensor:
             raise NotWholeError
         self._known |= {id(spec.mesh), id(spec.placements)}
