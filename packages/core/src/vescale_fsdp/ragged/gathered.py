@@ -108,7 +108,8 @@ def run_on_views(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if access.is_view and isinstance(args[0], GatheredView):
         return _views_of(func, *args, **kwargs)
     leaves = pytree.tree_leaves((args, kwargs))
-    if not any(isinstance(each, RaggedTensor) for each in leaves):  # whose rule knows what mixes
+    is_ragged = any(isinstance(each, RaggedTensor) for each in leaves)
+    if not (is_ragged and access.takes_numbers):  # then `operands` knows what may stand beside
         check_beside(func, leaves)
     for each in leaves:
         if isinstance(each, GatheredView):
