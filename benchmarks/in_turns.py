@@ -27,11 +27,13 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 from benchmarks.models import PRESETS, loss_of
+from benchmarks.other_models import OTHER_PRESETS
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp import fully_shard
 
 ROOT = Path(__file__).resolve().parents[1]
+MODELS = PRESETS | OTHER_PRESETS
 START_LIMIT_S = 120
 
 
@@ -40,7 +42,7 @@ def train(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
-    preset = PRESETS[args.models[0]]
+    preset = MODELS[args.models[0]]
     model = preset.make()
     is_bf16 = args.precision == "bf16"
     policy = (
@@ -135,7 +137,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Two checkouts, alternating.")
     parser.add_argument("other", type=Path, nargs="?", help="the root of the other checkout")
-    parser.add_argument("--models", nargs="+", choices=list(PRESETS), default=["gpt-7m"])
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["gpt-7m"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--network", help="a rate such as 1gbit (root, Linux); default: loopback")
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
