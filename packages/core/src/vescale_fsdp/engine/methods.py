@@ -61,10 +61,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         Also those of backwards without synchronization, which are in no ``.grad`` yet. That of an
         optimizer, or of a module that is not sharded, leaves them, as in FSDP2.
         """
-        engine = engine_of(self._unit())
-        units = [] if engine is None else engine.units()
-        if engine is None or any(each.gradients.awaits_more for u in units for each in u.groups):
-            drop_waiting(self.parameters())  # type: ignore[attr-defined]
+        drop_waiting(self.parameters())  # type: ignore[attr-defined]
         super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
