@@ -248,6 +248,8 @@ def turn_in_place(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torc
 def run_gathered(func: Any, *args: Any, is_checked: bool = True, **kwargs: Any) -> Any:
     """Run an operator on the whole of each ragged operand.
 
+    With ``is_checked=False`` plain tensors may stand beside: the result is written to one.
+
     Raises:
         NotImplementedError: a plain tensor stands beside, or an operand is partial.
     """
