@@ -47,6 +47,54 @@ def test_unsupported_operators_name_the_ways_out_on_every_rank() -> None:
     run_ranks(check_unsupported, 2)
 
 
+# Views that no tensor of this shape has: the error, and how its words end.
+IMPOSSIBLE: dict[str, tuple[Callable[[RaggedTensor], object], type[Exception], str]] = {
+    "shape": (
+        lambda x: x.view(5, -1),
+        RuntimeError,
+        "view.default: shape [5, -1] is invalid for a RaggedTensor of shape (6, 16), which has 96 "
+        "elements",
+    ),
+    "dimension": (
+        lambda x: x.transpose(0, 2),
+        IndexError,
+        "dimension 2 of a RaggedTensor of 2 dimensions does not exist; expected one in [-2, 1]",
+    ),
+    "new dimension": (
+        lambda x: x.unsqueeze(-4),
+        IndexError,
+        "dimension -4 of a RaggedTensor of 3 dimensions does not exist; expected one in [-3, 2]",
+    ),
+    "index": (
+        lambda x: x.select(0, 6),
+        IndexError,
+        "index 6 is out of range for dimension 0 with size 6",
+    ),
+    "sizes": (
+        lambda x: x.split([3, 4]),
+        RuntimeError,
+        "split_with_sizes.default: sizes [3, 4] do not sum to dimension 0 of a RaggedTensor of "
+        "shape (6, 16)",
+    ),
+}
+
+
+def check_impossible() -> None:
+    for (x,) in distributed(random()):
+        for name, (operator, kind, words) in IMPOSSIBLE.items():
+            with counted_collectives() as seen, pytest.raises(kind) as caught:
+                operator(x)
+            assert str(caught.value).endswith(words), name
+            assert seen == [], name
+    one = fully_shard(nn.Linear(1, 1, bias=False)).weight
+    with pytest.raises(IndexError, match="tensor without dimensions cannot be indexed by 0"):
+        one.view(()).select(0, 0)
+
+
+def test_views_that_do_not_exist_say_what_was_asked_and_what_is_there() -> None:
+    run_ranks(check_impossible, 2)
+
+
 def check_operator_is_named() -> None:
     (x,) = next(distributed(random()))
     with pytest.raises(NotImplementedError, match=r"aten\.mm\.default does not run"):

@@ -283,11 +283,11 @@ def test_expand_repeats_behind_the_cuts() -> None:
 
 def check_errors() -> None:
     for x in layouts_of(random((4, 6))):
-        with pytest.raises(RuntimeError, match=r"\(4, 6\): shape '\[5, 5\]' is invalid"):
+        with pytest.raises(RuntimeError, match=r"shape \[5, 5\] is invalid.*24 elements"):
             x.view(5, 5)
         with pytest.raises(IndexError, match=r"index 4 is out of \w+ for dimension 0"):
             x[4]
-        with pytest.raises((IndexError, RuntimeError), match=r"[Dd]imension"):
+        with pytest.raises((IndexError, RuntimeError), match="dimension"):
             x.squeeze(2)
     assert dist.get_world_size() == 2
 

@@ -17,6 +17,7 @@ Which elements an operator shows, torch says of a tensor without data (``meta``)
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -49,6 +50,9 @@ _PARTS = {
     aten.unbind.int: 0,
 }
 
+# Operators whose first argument after ``x`` is a shape.
+_IN_SHAPE = (aten._unsafe_view.default, aten.view.default)
+
 
 def alias(func: Any, x: RaggedTensor) -> RaggedTensor:
     """``x.detach()``, and so ``x.data``."""
@@ -61,8 +65,7 @@ def view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> DTensor | lis
     try:
         shown = func(without_data, *args, **kwargs)
     except (IndexError, RuntimeError) as error:
-        found = f"{func} of a RaggedTensor of shape {tuple(x.shape)}: {error}"
-        raise type(error)(found) from None
+        raise type(error)(_impossible(func, x, args, error)) from None
     is_range = True
     if func in _PARTS:
         # A part along another dimension may be a range of the storage, too (``x[:, 0]`` of shape
@@ -81,6 +84,34 @@ def view(func: Any, x: RaggedTensor, *args: Any, **kwargs: Any) -> DTensor | lis
         return found
 
     return [_showing(func, x, each, is_range, partial(part, i)) for i, each in enumerate(shown)]
+
+
+def _impossible(func: Any, x: RaggedTensor, args: tuple[Any, ...], error: Exception) -> str:
+    """Say why torch raised ``error`` for a view of the shape of ``x``."""
+    shape, size = tuple(x.shape), x.numel()
+    if dims := re.search(r"range of \[(-?\d+), (-?\d+)\], but got (-?\d+)", str(error)):
+        num_dims = x.dim() + (func is aten.unsqueeze.default)
+        return (
+            f"dimension {dims[3]} of a RaggedTensor of {num_dims} dimensions does not exist; "
+            f"expected one in [{dims[1]}, {dims[2]}]"
+        )
+    if func is aten.select.int:
+        if not shape:
+            return f"{func}: a tensor without dimensions cannot be indexed by {args[1]}"
+        dim, index = args
+        return f"index {index} is out of range for dimension {dim} with size {shape[dim]}"
+    if func is aten.split_with_sizes.default:
+        dim = args[1] if len(args) > 1 else 0
+        return (
+            f"{func}: sizes {list(args[0])} do not sum to dimension {dim} of a RaggedTensor of "
+            f"shape {shape}"
+        )
+    if func in _IN_SHAPE:
+        return (
+            f"{func}: shape {list(args[0])} is invalid for a RaggedTensor of shape {shape}, which "
+            f"has {size} elements"
+        )
+    return f"{func} of a RaggedTensor of shape {shape}: {error}"
 
 
 def _showing(
