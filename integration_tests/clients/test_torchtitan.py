@@ -79,7 +79,8 @@ def train(name: str, is_sharded: bool) -> Steps:
         optimizer.step()
         optimizer.zero_grad()
         if is_sharded:
-            dist.all_reduce(loss.detach())
+            total = loss.detach()
+            dist.all_reduce(total)
         steps.append((loss.item(), norm))
     return steps
 

@@ -30,9 +30,10 @@ for step in range(start, 6):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    dist.all_reduce(loss.detach())
+    total = loss.detach()  # by name: a thread of gloo may drop it while Python is taken down
+    dist.all_reduce(total)
     if dist.get_rank() == 0:
-        print(f"step {step} loss {loss.item().hex()}", flush=True)
+        print(f"step {step} loss {total.item().hex()}", flush=True)
     if step == 2 and path is None:
         checkpoint.save("saved/3", model, optimizer, extra={"step": 3})
 dist.destroy_process_group()
