@@ -91,9 +91,9 @@ def run_on_whole(func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> An
     hint = hint_beside_plain(func)
     if hint and not all(isinstance(x, DTensor) for x in pytree.tree_leaves(args[0])):
         raise NotImplementedError(
-            f"{func} got a parameter that fully_shard keeps whole on every rank, or a reduction of a "
-            f"sharded one, and a plain tensor. {hint}To join both in a forward, call the module that "
-            "owns the parameter"
+            f"{func} got a parameter that fully_shard keeps whole on every rank, or a reduction of "
+            f"a sharded one, and a plain tensor. {hint}To join both in a forward, call the module "
+            "that owns the parameter"
         )
     result = DTensor.__torch_dispatch__(func, types, args, kwargs)
     if not access.writes:
