@@ -63,10 +63,12 @@ ADAPTED = ["integration", "wheels", "clients"]
 TOUCHED = {
     "packages/core/tests/": ["core"],
     "packages/elastic/tests/": ["integration"],
+    "packages/tune/tests/": ["integration"],
     "packages/lightning_plugin/tests/": ["lightning"],
     "packages/accelerate_plugin/tests/": ["accelerate"],
     "packages/core/": TESTED,
     "packages/elastic/": ["lightning", "accelerate", *ADAPTED],
+    "packages/tune/": ["lightning", "accelerate", *ADAPTED],
     "packages/lightning_plugin/": ["lightning", *ADAPTED],
     "packages/accelerate_plugin/": ["accelerate", *ADAPTED],
     "integration_tests/clients/": ["clients"],

@@ -6,8 +6,8 @@ There is one group per layer, and the root. Shapes of the language models are th
 tests. Without blocks, tensors may be split between any two elements, as by default. Blocks are rows
 of the last dimension: those of experts if there are any, else of every matrix in a layer. The other
 engines have no blocks: FSDP2 does not split rows of dimension 0, and Megatron-FSDP v2 does the same
-in one buffer (`vescale_fsdp.costs.layouts`). Plans use only integers, so only the times depend on
-the machine.
+in one buffer (`vescale_fsdp_tune.costs.layouts`). Plans use only integers, so only the times depend
+on the machine.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from typing import Any
 from benchmarks.compare.targets import ALIGNMENT
 from benchmarks.optimizers.results import ROOT, circumstances, write
 
-from vescale_fsdp.costs.layouts import fsdp2_shard_size, megatron_shard_size
 from vescale_fsdp.planner import TensorSpec, lay_out
+from vescale_fsdp_tune.costs.layouts import fsdp2_shard_size, megatron_shard_size
 
 __all__ = ["FILE", "MODELS", "RANKS", "ROWS"]
 

@@ -56,9 +56,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from vescale_fsdp.costs.layouts import fsdp2_shard_size
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.planner import TensorSpec, lay_out
+from vescale_fsdp_tune.costs.layouts import fsdp2_shard_size
 
 __all__ = ["FOLDER", "MODELS", "Reading", "checks", "lines"]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from vescale_fsdp.costs import Link, Machine
 from vescale_fsdp.planner import TensorSpec
+from vescale_fsdp_tune.costs import Link, Machine
 
 ROOT = Path(__file__).resolve().parents[1]
 

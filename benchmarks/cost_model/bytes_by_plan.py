@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vescale_fsdp.costs.layouts import fsdp2_shard_size
 from vescale_fsdp.planner import TensorSpec, lay_out
+from vescale_fsdp_tune.costs.layouts import fsdp2_shard_size
 
 __all__ = ["UnitBytes", "of_fsdp2", "of_ours"]
 

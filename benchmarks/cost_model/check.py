@@ -44,8 +44,8 @@ from benchmarks.slow_network import Network, bits_per_s, counted_network, why_no
 from benchmarks.team import Team
 from torch import nn
 
-from vescale_fsdp.costs import Link
 from vescale_fsdp.planner import TensorSpec
+from vescale_fsdp_tune.costs import Link
 
 __all__ = ["FILE", "lines"]
 

@@ -2,11 +2,11 @@
 
     python -m benchmarks.cost_model.choices SHAPES.json ...
 
-Hardware is that of `vescale_fsdp.costs.hardware`, times its shares; the budget is 90% of a GPU's
-memory. The candidates are all that the tuner has: rows of the table of ZeRO's stages, HSDP of every
-size, numbers of units that stay unsharded or recompute, units of several layers. Where experts are
-modules, a layer may also be nine units: eighths of its experts, and the rest. Nothing changes
-numbers (8 bits) or uses the host's memory.
+Hardware is that of `vescale_fsdp_tune.costs.hardware`, times its shares; the budget is 90% of a
+GPU's memory. The candidates are all that the tuner has: rows of the table of ZeRO's stages, HSDP of
+every size, numbers of units that stay unsharded or recompute, units of several layers. Where
+experts are modules, a layer may also be nine units: eighths of its experts, and the rest. Nothing
+changes numbers (8 bits) or uses the host's memory.
 
 A file has the tensors of each layer, without its code. So the assumptions are:
 
@@ -34,7 +34,8 @@ from benchmarks.compare.targets import Verdict
 from benchmarks.cost_model.large import ACTIVE_EXPERTS, read_layers
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
-from vescale_fsdp.costs import (
+from vescale_fsdp.errors import PlanError
+from vescale_fsdp_tune.costs import (
     BlockTimes,
     Candidate,
     Division,
@@ -48,10 +49,9 @@ from vescale_fsdp.costs import (
     make_model,
     tune,
 )
-from vescale_fsdp.costs.hardware import COMPUTE_SHARE, published
-from vescale_fsdp.costs.machine import Machine
-from vescale_fsdp.costs.model import FP32
-from vescale_fsdp.errors import PlanError
+from vescale_fsdp_tune.costs.hardware import COMPUTE_SHARE, published
+from vescale_fsdp_tune.costs.machine import Machine
+from vescale_fsdp_tune.costs.model import FP32
 
 __all__ = ["FILE", "lines", "verdicts"]
 

@@ -6,10 +6,10 @@ A file has a model's groups in the form of `vescale-fsdp plan`: the tensors of o
 number of such layers. The group named root is gathered once. The assumptions, which are stored with
 the figures, are:
 
-* rates are published ones times the shares that `vescale_fsdp.costs.hardware` explains: network and
-  NVLink, memory, and operations. A collective of several nodes uses all cards of a node, at most
-  with the rate of NVLink; an all-reduce of replicas has one card for each GPU. The latency is that
-  of a ring
+* rates are published ones times the shares that `vescale_fsdp_tune.costs.hardware` explains:
+  network and NVLink, memory, and operations. A collective of several nodes uses all cards of a
+  node, at most with the rate of NVLink; an all-reduce of replicas has one card for each GPU. The
+  latency is that of a ring
 * compute: 6 operations for each parameter that a token uses; attention's products and recomputation
   are not counted; each token uses the model's share of the experts
 * copies are not overlapped with computation; our engine copies gradients once, FSDP2 also copies
@@ -41,15 +41,15 @@ from benchmarks.cost_model.bytes_by_plan import of_fsdp2, of_ours
 from benchmarks.cost_model.timing import Step, UnitCost, run_step
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
-from vescale_fsdp.costs import Link, Machine
-from vescale_fsdp.costs.hardware import (
+from vescale_fsdp.planner import TensorSpec
+from vescale_fsdp_tune.costs import Link, Machine
+from vescale_fsdp_tune.costs.hardware import (
     COMPUTE_SHARE,
     HARDWARE,
     MEMORY_SHARE,
     NETWORK_SHARE,
     published,
 )
-from vescale_fsdp.planner import TensorSpec
 
 __all__ = ["FILE", "Assumptions", "lines", "predict", "read_layers", "read_model"]
 

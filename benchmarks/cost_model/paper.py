@@ -24,11 +24,11 @@ Megatron-FSDP   least common multiple of    1                        in: 2 + 4
 
 All gather weights in bf16 for forward and for backward, reduce gradients in fp32, recompute
 activations in backward and overlap as our scheduler does. Rates are those of
-`vescale_fsdp.costs.hardware` for the H800; tokens and the way to shard are assumptions, because the
-paper's text has neither. A collective is *aligned* if a rank's part is a multiple of 16 bytes, as
-NCCL's fast path needs; no time is added if it is not. The allocator, ``record_stream``, bubbles
-between streams, and the host take no time. So a ratio below the paper's is expected where the paper
-names these as causes.
+`vescale_fsdp_tune.costs.hardware` for the H800; tokens and the way to shard are assumptions,
+because the paper's text has neither. A collective is *aligned* if a rank's part is a multiple of 16
+bytes, as NCCL's fast path needs; no time is added if it is not. The allocator, ``record_stream``,
+bubbles between streams, and the host take no time. So a ratio below the paper's is expected where
+the paper names these as causes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from benchmarks.cost_model.large import Assumptions, Layers, read_model
 from benchmarks.cost_model.timing import UnitCost, run_step
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
-from vescale_fsdp.costs.hardware import COMPUTE_SHARE, MEMORY_SHARE, NETWORK_SHARE, published
-from vescale_fsdp.costs.layouts import fsdp2_shard_size, megatron_shard_size
 from vescale_fsdp.planner import TensorSpec, lay_out
+from vescale_fsdp_tune.costs.hardware import COMPUTE_SHARE, MEMORY_SHARE, NETWORK_SHARE, published
+from vescale_fsdp_tune.costs.layouts import fsdp2_shard_size, megatron_shard_size
 
 __all__ = ["FILE", "causes_lines", "lines", "table_1_lines"]
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from vescale_fsdp.costs.machine import Link
 from vescale_fsdp.program import Executor, Names, Passes, Record, Reduction, Residency, policy_of
+from vescale_fsdp_tune.costs.machine import Link
 
 
 @dataclass(frozen=True)

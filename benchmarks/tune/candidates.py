@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product
 
-from vescale_fsdp.costs import Candidate
-from vescale_fsdp.costs.problem import Sharding
+from vescale_fsdp_tune.costs import Candidate
+from vescale_fsdp_tune.costs.problem import Sharding
 
 __all__ = ["grid", "named", "parse", "text_of"]
 

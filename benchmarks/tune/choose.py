@@ -27,11 +27,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import fully_shard
-from vescale_fsdp.costs import Prediction, Tuning
-from vescale_fsdp.costs.predicting import Predictor
-from vescale_fsdp.engine.budget import Budget, tuning_of
-from vescale_fsdp.engine.budget.choose import choose as choose_settings
-from vescale_fsdp.engine.budget.trials import Subject
+from vescale_fsdp_tune.budget import Budget, tuning_of
+from vescale_fsdp_tune.budget.choose import choose as choose_settings
+from vescale_fsdp_tune.budget.trials import Subject
+from vescale_fsdp_tune.costs import Prediction, Tuning
+from vescale_fsdp_tune.costs.predicting import Predictor
 
 __all__ = ["BUDGETS"]
 

@@ -11,7 +11,7 @@ from benchmarks.tune.candidates import parse
 from torch.distributed.device_mesh import init_device_mesh
 
 from vescale_fsdp import fully_shard
-from vescale_fsdp.engine.budget.apply import apply
+from vescale_fsdp_tune.budget.apply import apply
 
 __all__ = ["make_engine"]
 

@@ -21,6 +21,7 @@ PUBLIC = {
     "vescale_fsdp.planner": "core",
     "vescale_fsdp.testing": "core",
     "vescale_fsdp_elastic": "elastic",
+    "vescale_fsdp_tune": "tune",
     "vescale_fsdp_accelerate": "accelerate_plugin",
     "vescale_fsdp_lightning": "lightning_plugin",
 }

@@ -52,7 +52,8 @@ def losses(folder: Path) -> dict[int, str]:
 
 
 def test_nothing_of_ours_is_beside_it() -> None:
-    names = ("vescale_fsdp_elastic", "vescale_fsdp_lightning", "vescale_fsdp_accelerate")
+    companions = ("vescale_fsdp_elastic", "vescale_fsdp_tune")
+    names = (*companions, "vescale_fsdp_lightning", "vescale_fsdp_accelerate")
     assert find_spec("vescale_fsdp") is not None
     assert [name for name in names if find_spec(name) is not None] == []
 

@@ -13,6 +13,7 @@ import pytest
 SHIPPED = {
     "vescale-fsdp": {"vescale_fsdp", "vescale_fsdp_hook"},
     "vescale-fsdp-elastic": {"vescale_fsdp_elastic"},
+    "vescale-fsdp-tune": {"vescale_fsdp_tune"},
     "vescale-fsdp-lightning": {"vescale_fsdp_lightning"},
     "vescale-fsdp-accelerate": {"vescale_fsdp_accelerate"},
 }

@@ -15,7 +15,7 @@ PACKAGES = [
     "vescale_fsdp.planner",
     "vescale_fsdp.ragged",
     "vescale_fsdp.dbuffer",
-    "vescale_fsdp.costs",
+    "vescale_fsdp_tune.costs",
     "vescale_fsdp.engine",
     "vescale_fsdp.checkpoint",
     "vescale_fsdp.optim",
@@ -42,7 +42,7 @@ def loaded_after(*statements: str) -> list[set[str]]:
         "from vescale_fsdp import planner; planner.plan([planner.TensorSpec('a', (4,), 1)], 2)",
         "from vescale_fsdp import PlanError, VeScaleError",
         "import vescale_fsdp; dir(vescale_fsdp)",
-        "import vescale_fsdp.costs",
+        "import vescale_fsdp_tune.costs",
     ],
 )
 def test_names_and_planner_do_not_load_torch(statement: str) -> None:

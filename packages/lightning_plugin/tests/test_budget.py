@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from vescale_fsdp import Budget, tuning_of
-from vescale_fsdp.costs import Machine
-from vescale_fsdp.engine.budget import choose
-from vescale_fsdp.engine.budget.machine import measured_machine
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFabricStrategy, VeScaleFSDPStrategy
+from vescale_fsdp_tune.budget import choose
+from vescale_fsdp_tune.budget.machine import measured_machine
+from vescale_fsdp_tune.costs import Machine
 
 from .lit import VOCABULARY, LitModel, Run, assert_equal, fit, make_model
 from .test_fabric import set_up

@@ -8,13 +8,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from vescale_fsdp import Budget
+if TYPE_CHECKING:
+    from vescale_fsdp_tune import Budget
 
 __all__ = ["budget_for", "inputs_from"]
 
@@ -33,6 +34,8 @@ def budget_for(
     """
     if value is None:
         return None
+    from vescale_fsdp_tune import Budget
+
     budget = Budget.of(value)
     if not isinstance(value, Budget):
         budget = replace(budget, micro_batches=micro_batches)

@@ -95,10 +95,10 @@ class Options:
         offload: what stays in host memory while the optimizer steps on the device, part by part, as
             of ``vescale_fsdp.optim.offload_``. With ``fsdp_offload_params`` instead, all stays
             there, and the optimizer steps on the CPU.
-        budget: the memory of a process, as of ``vescale_fsdp.fully_shard``: it chooses units,
+        budget: the memory of a process, as of ``vescale_fsdp_tune.fully_shard``: it chooses units,
             stage, what is resharded and recomputed, and ``in_flight``. The inputs of a forward are
             the first batch of the data loader that is prepared together with the model. By import
-            also a ``vescale_fsdp.Budget``.
+            also a ``vescale_fsdp_tune.Budget``.
         sync_init: all processes start with the first one's values, as with DDP.
         optimizer: train with this optimizer instead of the script's.
         optimizer_args: arguments of that optimizer.

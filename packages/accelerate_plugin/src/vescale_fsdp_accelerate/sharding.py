@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import (
-    Budget,
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
@@ -34,6 +33,9 @@ from vescale_fsdp.options import arguments
 from vescale_fsdp.ranks import everyone
 from vescale_fsdp_accelerate.plans import Meshes, Plans
 from vescale_fsdp_accelerate.plugin import VeScaleFSDPPlugin
+
+if TYPE_CHECKING:
+    from vescale_fsdp_tune import Budget
 
 __all__ = ["Sharder", "units_of"]
 
@@ -210,7 +212,9 @@ class Sharder:
         own = policy
         if policy.param_dtype is not None and policy.output_dtype is None:
             own = replace(policy, output_dtype=torch.float32)
-        fully_shard(
+        import vescale_fsdp_tune
+
+        vescale_fsdp_tune.fully_shard(
             model,
             mesh=self.meshes.data,
             mp_policy=own,

@@ -24,7 +24,6 @@ from vescale_fsdp.errors import (
 
 if TYPE_CHECKING:
     from vescale_fsdp.engine import (
-        Budget,
         CPUOffloadPolicy,
         DataParallelMeshDims,
         FSDPModule,
@@ -50,19 +49,24 @@ if TYPE_CHECKING:
         replaced_parameters,
         share_comm_ctx,
         stream_parameters,
-        tuning_of,
         unsharded,
     )
     from vescale_fsdp.ragged import RaggedShard, RaggedTensor
 
 __version__ = "0.1.0.dev0"
-ELASTIC_HAS_MOVED = (
-    "vescale_fsdp.elastic is a distribution of its own: pip install 'vescale-fsdp[elastic]', and "
-    "import vescale_fsdp_elastic"
-)
+_COMPANIONS = {"elastic": "elastic", "Budget": "tune", "costs": "tune", "tuning_of": "tune"}
+
+
+def has_moved(name: str) -> str:
+    """The error for a name that is in a companion now."""
+    extra = _COMPANIONS[name]
+    return (
+        f"vescale_fsdp.{name} is in a distribution of its own: pip install "
+        f"'vescale-fsdp[{extra}]', and import vescale_fsdp_{extra}"
+    )
+
 
 __all__ = [
-    "Budget",
     "CPUOffloadPolicy",
     "CheckpointCorruptError",
     "CheckpointExistsError",
@@ -100,7 +104,6 @@ __all__ = [
     "replaced_parameters",
     "share_comm_ctx",
     "stream_parameters",
-    "tuning_of",
     "unsharded",
 ]
 
@@ -108,8 +111,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("checkpoint", "optim", "planner"):
         return import_module(f"vescale_fsdp.{name}")
-    if name == "elastic":
-        raise AttributeError(ELASTIC_HAS_MOVED)
+    if name in _COMPANIONS:
+        raise AttributeError(has_moved(name))
     if name not in __all__:
         raise AttributeError(f"module 'vescale_fsdp' has no attribute {name!r}")
     home = "ragged" if name in ("RaggedShard", "RaggedTensor") else "engine"

@@ -1,5 +1,5 @@
 """Moved to a distribution of its own: an import raises, with what to write instead."""
 
-from vescale_fsdp import ELASTIC_HAS_MOVED
+from vescale_fsdp import has_moved
 
-raise ImportError(ELASTIC_HAS_MOVED)
+raise ImportError(has_moved("elastic"))

@@ -23,7 +23,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from importlib import import_module
 from typing import Any
+
+from vescale_fsdp.errors import companion
 
 __all__ = [
     "ACTIVATIONS",
@@ -180,15 +183,8 @@ def _codec(kind: Any, value: Any, known: tuple[str, ...]) -> Any:
 
 
 def _is_budget(value: Any) -> bool:
-    from vescale_fsdp.costs import Amount, is_path
-
-    if is_path(value) or type(value).__name__ == "Budget":
-        return True
-    try:
-        Amount.parse(value)
-    except ValueError:
-        return False
-    return True
+    companion("vescale_fsdp_tune", f"budget={value!r}", "vescale-fsdp[tune]")
+    return bool(import_module("vescale_fsdp_tune.costs").is_budget(value))
 
 
 def _is_policy(value: Any) -> bool:

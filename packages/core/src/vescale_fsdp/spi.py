@@ -6,9 +6,11 @@ are provisional: they may change in each version, and nothing else should use th
 * A checkpoint in parts: a state is collected, divided between ranks, written and sealed, read.
 * Ranks: their agreements, and waits that another thread can end.
 * Process groups, the parameters' local tensors, and the move of a model to other ranks.
+* For ``vescale_fsdp_tune``: what the engine checks, how it names and codes parameters, its
+  collectives, and the boundaries of a unit in autograd.
 """
 
-from vescale_fsdp import engine
+from vescale_fsdp import devices, engine
 from vescale_fsdp.backends import backend_name, backends_of, is_fake
 from vescale_fsdp.checkpoint import parts, unread
 from vescale_fsdp.checkpoint.contents import (
@@ -48,32 +50,64 @@ from vescale_fsdp.checkpoint.saving import begin_load, begin_save, finish_saves,
 from vescale_fsdp.checkpoint.seal import data_name, is_stage, read_manifest, sealed
 from vescale_fsdp.checkpoint.unread import read_all
 from vescale_fsdp.compat import (
+    REDUCES_IN_OWN_DTYPE,
     FileStore,
     Store,
+    TorchDispatchMode,
     agents_in,
     count_groups_from_zero,
+    current_backward,
     forget_stages,
+    free_workspaces,
     local_tensor,
+    pytree,
+    recompute,
 )
+from vescale_fsdp.dbuffer import BlockCodec, Coding, Comm, checked_block, pool_for
+from vescale_fsdp.devices import Waitable
 from vescale_fsdp.engine import (
+    MIN_BYTES,
+    Axes,
+    Call,
+    GranularityPolicy,
+    Roles,
+    asked_block,
+    check_arguments,
+    check_engine_arguments,
     check_reduced,
     check_remesh,
+    checked_modules,
+    comm_for,
+    default_mesh,
+    enter,
+    follows_statistics,
+    leave,
+    map_tensors,
+    tensors_requiring_grad,
+    units_in,
     unreduced_parameters,
 )
-from vescale_fsdp.ranks import AbsentError, Ranks, everyone, limit_s, threads, waits
+from vescale_fsdp.ragged import Blocks, access_of
+from vescale_fsdp.ranks import AbsentError, Ranks, everyone, limit_s, over, threads, waits
 from vescale_fsdp.ranks.collectives import all_reduce, new_gloo_group
 
 remesh = engine.remesh  # not imported: a file has that name, too
 
 __all__ = [
-    "MANIFEST", "PER_RANK", "SEALS", "AbsentError", "Contents", "DataReader", "FileStore",
-    "LocalFiles", "LocalPlan", "Manifest", "MetadataUnpickler", "NamedOptimizer", "Optimizers",
-    "Ranks", "Seal", "Span", "Stateful", "Store", "TensorEntry", "Variant", "Weights", "agents_in",
-    "all_reduce", "backend_name", "backends_of", "begin_load", "begin_save", "bytes_of", "capture",
-    "check_reduced", "check_remesh", "collect", "count_groups_from_zero", "data_name", "divide",
-    "everyone", "finish_saves", "flush", "folder_of", "forget_stages", "is_fake", "is_stage",
-    "leave_saves", "limit_s", "load_from", "local_tensor", "model_state", "named", "new_gloo_group",
-    "open_regular", "parts", "parts_of", "read_all", "read_manifest", "read_regular", "remesh",
-    "restore", "restorer", "sealed", "seed_for", "size_of", "threads", "unread",
-    "unreduced_parameters", "waits", "weights_of", "write_errors",
+    "MANIFEST", "MIN_BYTES", "PER_RANK", "REDUCES_IN_OWN_DTYPE", "SEALS", "AbsentError", "Axes",
+    "BlockCodec", "Blocks", "Call", "Coding", "Comm", "Contents", "DataReader", "FileStore",
+    "GranularityPolicy", "LocalFiles", "LocalPlan", "Manifest", "MetadataUnpickler",
+    "NamedOptimizer", "Optimizers", "Ranks", "Roles", "Seal", "Span", "Stateful", "Store",
+    "TensorEntry", "TorchDispatchMode", "Variant", "Waitable", "Weights", "access_of", "agents_in",
+    "all_reduce", "asked_block", "backend_name", "backends_of", "begin_load", "begin_save",
+    "bytes_of", "capture", "check_arguments", "check_engine_arguments", "check_reduced",
+    "check_remesh", "checked_block", "checked_modules", "collect", "comm_for",
+    "count_groups_from_zero", "current_backward", "data_name", "default_mesh", "devices", "divide",
+    "enter", "everyone", "finish_saves", "flush", "folder_of", "follows_statistics",
+    "forget_stages", "free_workspaces", "is_fake", "is_stage", "leave", "leave_saves", "limit_s",
+    "load_from", "local_tensor", "map_tensors", "model_state", "named", "new_gloo_group",
+    "open_regular", "over", "parts", "parts_of", "pool_for", "pytree", "read_all", "read_manifest",
+    "read_regular", "recompute", "remesh", "restore", "restorer", "sealed", "seed_for", "size_of",
+    "tensors_requiring_grad", "threads", "units_in", "unread", "unreduced_parameters", "waits",
+    "weights_of", "write_errors",
 ]  # fmt: skip

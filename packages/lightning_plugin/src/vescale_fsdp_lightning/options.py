@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from importlib.util import find_spec
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from vescale_fsdp import (
-    Budget,
     CPUOffloadPolicy,
     Granularity,
     MixedPrecisionPolicy,
@@ -52,6 +52,13 @@ if TYPE_CHECKING:
 else:  # what LightningCLI parses; the package is loaded only if it is asked for
     Elasticity = dict[str, Any] | None
 
+if TYPE_CHECKING or find_spec("vescale_fsdp_tune"):
+    from vescale_fsdp_tune import Budget
+
+    Memory = Budget | str | int | PathLike[str] | None
+else:  # each value raises, with what to install
+    Memory = str | int | PathLike[str] | None
+
 __all__ = [
     "DATA",
     "TENSOR",
@@ -74,8 +81,6 @@ Classes = Sequence[str | type[nn.Module]]
 Wrap = str | Classes | Callable[[nn.Module], list[nn.Module]]
 Gather = QuantizedGather | dict[str, Any] | str | None
 Reduce = QuantizedReduce | dict[str, Any] | str | None
-Memory = Budget | str | int | PathLike[str] | None
-
 # What a budget chooses, or cannot have beside it.
 _CHOSEN_BY_BUDGET = (
     "wrap",

@@ -31,7 +31,6 @@ from vescale_fsdp import (
     materialize,
     refuse_other_engines,
     register_fsdp_forward_method,
-    tuning_of,
 )
 from vescale_fsdp.checkpoint import full, init_process_group
 from vescale_fsdp.optim import offload_, split_named_params
@@ -116,10 +115,11 @@ class Sharding:
         save_rng: sharded checkpoints have the random number generators of all processes.
         weights_only: loading a file unpickles nothing but tensors and plain values. False for
             files that you trust: they can run code.
-        budget: the memory of a process, as of ``fully_shard``: ``"10GiB"``, ``"80%"``, ``"auto"``,
-            a written choice (``"choice.yaml"``) or a ``Budget``. It chooses units, stage, what is
-            resharded and recomputed, and ``in_flight``: pass none of these. The inputs of a forward
-            are the module's ``example_input_array``, or ``Budget(inputs=...)``.
+        budget: the memory of a process, as of ``vescale_fsdp_tune.fully_shard``: ``"10GiB"``,
+            ``"80%"``, ``"auto"``, a written choice (``"choice.yaml"``) or a ``Budget``. It chooses
+            units, stage, what is resharded and recomputed, and ``in_flight``: pass none of these.
+            The inputs of a forward are the module's ``example_input_array``, or
+            ``Budget(inputs=...)``.
         staging_dir: where a sharded checkpoint is made that goes to another file system, such as
             ``s3://``; all processes must share it. Default: the machine's folder for such files.
         elastic: `Trainer` only: the training continues when ranks come and go, under
@@ -377,7 +377,7 @@ class Sharding:
         else:
             self._shard_within(module, precision, roots=roots)
         check_reduced(module, "VeScaleFSDPStrategy")
-        offloads = self.options.offloads_parameters or _is_offloaded(module)
+        offloads = self.options.offloads_parameters or self._is_offloaded(module)
         rests_on = torch.device("cpu") if offloads else self.root_device
         materialize(module, rests_on)
         for child in module.modules():  # for metrics, whose state is not parameters or buffers
@@ -459,7 +459,9 @@ class Sharding:
         options = self.options
         budget = options.budget_for(module)
         assert budget is not None, "the caller has asked"
-        fully_shard(
+        import vescale_fsdp_tune
+
+        vescale_fsdp_tune.fully_shard(
             module,
             mesh=data_mesh(self.device_mesh),
             mp_policy=self._policy(precision, is_root=True),
@@ -468,6 +470,15 @@ class Sharding:
             broadcast_buffers=options.broadcast_buffers,
             budget=replace(budget, unit_mp_policy=self._policy(precision, is_root=False)),
         )
+
+    def _is_offloaded(self, module: nn.Module) -> bool:
+        """Whether a budget has chosen to keep shards in host memory."""
+        if self.options.budget is None:
+            return False
+        import vescale_fsdp_tune
+
+        tuning = vescale_fsdp_tune.tuning_of(module)
+        return tuning is not None and tuning.chosen.candidate.offload
 
     def _modules_to_shard(self, module: nn.Module, roots: bool) -> list[nn.Module]:
         blocks = self.options.modules_to_wrap(module)
@@ -518,12 +529,6 @@ class Sharding:
 
     def _policy(self, precision: str, *, is_root: bool) -> MixedPrecisionPolicy:
         return self.options.mp_policy or policy_for(precision, is_root=is_root)
-
-
-def _is_offloaded(module: nn.Module) -> bool:
-    """Whether a budget has chosen to keep shards in host memory."""
-    tuning = tuning_of(module)
-    return tuning is not None and tuning.chosen.candidate.offload
 
 
 @contextmanager

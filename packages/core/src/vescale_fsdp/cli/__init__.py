@@ -2,13 +2,11 @@
 
 `app` collects the commands, also those of plug-ins.
 
-* `plan`: `sources` and `modules` make the model, and `settings` parses the options.
-  `vescale_fsdp.costs` calls the planner and counts bytes. `report` holds all of this, suggests
-  options with less padding, and converts it to JSON; `tables` and `picture` show it.
-* `tune`: `tuning` makes the problem of its options, `tune_report` shows the result.
 * `checkpoint`: its tables are in `checkpoint_contents`.
 * `doctor` shows the results of `checkup`, and tests two ranks.
 * `text` formats amounts, tables and errors.
+
+``plan`` and ``tune`` are commands of the companion ``vescale_fsdp_tune``.
 
 An import of this package loads none of these modules. ``vescale-fsdp --help`` does not load torch.
 """

@@ -15,7 +15,7 @@ import contextlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated
 
@@ -23,12 +23,13 @@ import typer
 
 from vescale_fsdp.cli import checkpoint
 from vescale_fsdp.cli.doctor import doctor
-from vescale_fsdp.cli.plan import plan
 from vescale_fsdp.cli.text import InputError, plain
-from vescale_fsdp.cli.tune import tune
 from vescale_fsdp.errors import VeScaleError
 
 PLUGINS = "vescale_fsdp.cli"
+_OF_TUNE = ("plan", "tune")  # commands of the companion ``vescale-fsdp-tune``
+_INSTALL = 'pip install "vescale-fsdp[tune]"'
+_ANY = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 _SIGPIPE = 141  # the usual exit code after a broken pipe, for example with `| head`
 
@@ -89,13 +90,25 @@ def make_app() -> typer.Typer:
         rich_markup_mode=None,  # its boxes leave too little width for the text
     )
     app.callback()(_options)
-    app.command("plan")(plan)
-    app.command("tune")(tune)
     app.command("doctor")(doctor)
     app.add_typer(checkpoint.app, name="checkpoint")
     for plugin in entry_points(group=PLUGINS):
         _add(app, plugin)
+    known = {each.name for each in app.registered_commands}
+    for name in _OF_TUNE:
+        if name not in known:
+            app.command(name, context_settings=_ANY, add_help_option=False)(_not_installed(name))
     return app
+
+
+def _not_installed(name: str) -> Callable[[], None]:
+    def command() -> None:
+        raise InputError(
+            f"{name} is a command of vescale-fsdp-tune, which is not installed: {_INSTALL}"
+        )
+
+    command.__doc__ = f"Not installed: {_INSTALL}"
+    return command
 
 
 def _add(app: typer.Typer, plugin: EntryPoint) -> None:

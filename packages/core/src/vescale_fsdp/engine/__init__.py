@@ -33,27 +33,21 @@ from torch.distributed.fsdp import (
 )
 
 from vescale_fsdp.dbuffer import Residuals
-from vescale_fsdp.engine.api import fully_shard, refuse_other_engines
-from vescale_fsdp.engine.budget import (
-    Budget,
-    Subject,
-    TrialJob,
-    arguments_of,
-    cast_parameters,
-    describe,
-    divide,
-    divisions_to_try,
-    trace_of_trial,
-    tuning_of,
-)
+from vescale_fsdp.engine.activations import MIN_BYTES
+from vescale_fsdp.engine.api import default_mesh, fully_shard, refuse_other_engines
+from vescale_fsdp.engine.arguments import check_arguments, check_engine_arguments, checked_modules
+from vescale_fsdp.engine.axes import Axes, comm_for
+from vescale_fsdp.engine.boundary import Call, enter, leave
 from vescale_fsdp.engine.clip import clip_grad_norm_
-from vescale_fsdp.engine.containers import map_tensors
+from vescale_fsdp.engine.containers import map_tensors, tensors_requiring_grad
 from vescale_fsdp.engine.finite import check_gradients
 from vescale_fsdp.engine.generation import generating
 from vescale_fsdp.engine.granularity import (
     HEADS,
     Granularity,
     GranularityPolicy,
+    Roles,
+    asked_block,
     callable_units,
     combine,
     may_be_hidden,
@@ -71,14 +65,17 @@ from vescale_fsdp.engine.quantized import (
 )
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
 from vescale_fsdp.engine.remesh import check_remesh, remesh
+from vescale_fsdp.engine.statistics import follows_statistics
 from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank, materialize
-from vescale_fsdp.engine.unit import unreduced_parameters
+from vescale_fsdp.engine.unit import units_in, unreduced_parameters
 
 __all__ = [
     "HEADS",
-    "Budget",
+    "MIN_BYTES",
+    "Axes",
     "CPUOffloadPolicy",
+    "Call",
     "DataParallelMeshDims",
     "ErrorFeedback",
     "FSDPModule",
@@ -90,24 +87,27 @@ __all__ = [
     "QuantizedReduce",
     "QuantizedWeight",
     "Residuals",
-    "Subject",
-    "TrialJob",
+    "Roles",
     "UnshardHandle",
-    "arguments_of",
+    "asked_block",
     "blank_tensors",
     "callable_units",
-    "cast_parameters",
+    "check_arguments",
+    "check_engine_arguments",
     "check_gradients",
     "check_reduced",
     "check_remesh",
+    "checked_modules",
     "clip_grad_norm_",
     "combine",
-    "describe",
-    "divide",
-    "divisions_to_try",
+    "comm_for",
+    "default_mesh",
+    "enter",
+    "follows_statistics",
     "fully_shard",
     "generating",
     "late_modules",
+    "leave",
     "map_tensors",
     "mark_blank",
     "materialize",
@@ -120,8 +120,8 @@ __all__ = [
     "replaced_parameters",
     "share_comm_ctx",
     "stream_parameters",
-    "trace_of_trial",
-    "tuning_of",
+    "tensors_requiring_grad",
+    "units_in",
     "unreduced_parameters",
     "unsharded",
 ]

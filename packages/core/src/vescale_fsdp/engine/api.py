@@ -31,7 +31,6 @@ from vescale_fsdp.engine.arguments import (
     checked_modules,
 )
 from vescale_fsdp.engine.axes import row_of
-from vescale_fsdp.engine.budget import Budget, check_budget, shard_within
 from vescale_fsdp.engine.extension import ExtensionGroup
 from vescale_fsdp.engine.fsdp2_state import register_state, state_of
 from vescale_fsdp.engine.fsdp_param import ParamToShard
@@ -75,7 +74,6 @@ def fully_shard(
     activations: Activations | None = None,
     gather_codec: QuantizedGather | None = None,
     reduce_codec: QuantizedReduce | None = None,
-    budget: Budget | str | int | None = None,
 ) -> ModuleT:
     """Shard a module's parameters over the ranks of a mesh, in place.
 
@@ -144,20 +142,13 @@ def fully_shard(
             without one. Embeddings and heads are recognized by the names of their modules. So do
             not pass it in a call of ``fully_shard`` on a head alone.
         reduce_codec: with a `QuantizedReduce`, reductions send gradients in 8 bits.
-        budget: the memory of a rank: ``"10GiB"``, ``"80%"`` of the device, ``"auto"``, a number of
-            bytes, a `Budget` with the inputs of a forward, or the path of a written choice. One
-            call on the whole model then finds the units, and chooses ``sharding``,
-            ``reshard_after_forward``, ``in_flight``, ``activations``, and only if the `Budget`
-            allows it codecs and ``offload_policy``: the fastest that fit, by a prediction. Pass
-            none of these, and no ``accumulate``, ``shard_placement_fn`` or ``dp_mesh_dims``.
 
     Returns:
         ``module`` itself.
 
-    Cost: no communication in this call, unless it has a ``budget``: then network and blocks are
-    measured on all ranks for a few seconds, and rank 0 prints the candidates. In a step, each unit
-    has one all-gather in forward, one more in backward if it was resharded, and one reduction. With
-    replicas it also has one all-reduce of the shard. Memory between steps is the shard.
+    Cost: no communication in this call. In a step, each unit has one all-gather in forward, one
+    more in backward if it was resharded, and one reduction. With replicas it also has one
+    all-reduce of the shard. Memory between steps is the shard.
 
     A parameter of a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``
     gathers itself, as with FSDP2. Each such parameter has one all-gather and one reduction of its
@@ -191,10 +182,7 @@ def fully_shard(
         NotImplementedError: ``Shard(d)`` of a dimension that tensor parallelism shards unevenly; a
             codec with ``decode=False`` is used for a DTensor; or "hsdp_zero1" is used for a DTensor
             or for a parameter that gathers itself.
-        ValueError: ``budget`` is passed with an argument that it chooses, or for a model that has
-            units already.
-        PlanError: the parameters cannot be laid out; or nothing fits the ``budget``, or the model
-            does not run with its inputs.
+        PlanError: the parameters cannot be laid out.
 
     Source: FSDP2 for the signature, up to ``dp_mesh_dims``; arXiv 2602.22437 for the engine.
     """
@@ -204,32 +192,7 @@ def fully_shard(
     check_arguments(reshard_after_forward, granularity)
     check_engine_arguments(mp_policy, offload_policy, unused, in_flight, broadcast_buffers)
     check_activations(modules, activations)
-    if budget is not None:
-        budget = Budget.of(budget)
-        chosen = {
-            "sharding": sharding,
-            "accumulate": accumulate,
-            "reshard_after_forward": reshard_after_forward,
-            "in_flight": in_flight,
-            "activations": activations,
-            "gather_codec": gather_codec,
-            "reduce_codec": reduce_codec,
-            "offload_policy": offload_policy,
-            "shard_placement_fn": shard_placement_fn,
-            "dp_mesh_dims": dp_mesh_dims,
-        }
-        check_budget(module, chosen)
-        passed = {
-            "ignored_params": ignored_params,
-            "granularity": granularity,
-            "unused": unused,
-            "broadcast_buffers": broadcast_buffers,
-        }
-        is_given = mesh is not None
-        mesh = _default_mesh() if mesh is None else mesh
-        shard_within(modules[0], budget, fully_shard, mesh, mp_policy, passed, is_given=is_given)
-        return module
-    mesh = _default_mesh() if mesh is None else mesh
+    mesh = default_mesh() if mesh is None else mesh
     axes = axes_of(mesh, dp_mesh_dims)
     row = row_of(sharding, axes.num_axes, accumulate, reshard_after_forward)
     axes = axes.as_in(row)
@@ -293,7 +256,8 @@ def refuse_other_engines(module: nn.Module, way_out: str) -> None:
             )
 
 
-def _default_mesh() -> DeviceMesh:
+def default_mesh() -> DeviceMesh:
+    """A mesh of all ranks, on the accelerator or the CPU."""
     if not dist.is_initialized():
         try:
             dist.init_process_group()

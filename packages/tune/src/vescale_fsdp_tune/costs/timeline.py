@@ -1,0 +1,480 @@
+"""Simulates one training step on one rank: its memory in bytes, and its time in seconds.
+
+The engine's scheduler (`vescale_fsdp.program`) runs the step on units and groups that only count
+bytes, as many as ``engine/reduce`` and ``dbuffer/collectives`` need, and seconds. The letters mean:
+
+* F: a unit's unsharded parameters, m shards in the compute dtype
+* M: its gradients from autograd, which come one after the other; the engine takes those of the
+  later half of its tensors together, and then the others
+* G: the buffer that M is copied to when all gradients of the unit are there (on NCCL in the reduce
+  dtype)
+* R: what the reduce-scatter needs in addition: on gloo a receive buffer of G's size (without this
+  rank's part, if that is long), on NCCL nothing
+* g: the reduced gradient, one shard, which stays as ``.grad``; without streams its memory stays for
+  the next step, if parameters are not sharded
+
+Example with the default ``in_flight=2``, a root ``r`` and blocks 1 to 4::
+
+    forward of r    F_r F_1                                the root first, with one prefetch
+    forward of 1    F_r F_1 F_2
+    forward of 2    F_r F_2 F_3                            F_1 was freed after its forward
+    forward of 4    F_r F_4
+    backward of r   F_r F_4      M_r                       M_r lives until the end
+    backward of 4   F_r F_4 F_3  M_r M_4
+      its end       F_r F_3      M_r M_4 G_4, then M_r G_4 R_4
+    backward of 3   F_r F_3      M_r G_4 R_4 M_3           the reduce-scatter of 4 runs
+      second half   F_r F_3 F_2  M_r g_4 M_3               it has ended: now the prefetch of 2
+      its end       F_r F_2      M_r g_4 M_3 G_3
+    backward of 1   F_r F_1      M_r g_4 g_3 G_2 R_2 M_1         no unit left to prefetch
+    end                          g_4 g_3 g_2 G_1 R_1 M_r G_r, then R_r in place of M_r
+    after           g_4 g_3 g_2 g_1 g_r
+
+With ``in_flight=3``, F_4 stays after the forward of 4, and so on.
+
+On NCCL, all-gather and reduce-scatter do not alternate: F_2 exists from the start of the backward
+of 3, and G_4 and R_4 until its end. The same holds if the first tensor is more than half of a unit.
+The gradients of a unit come in the reverse order of its tensors.
+
+In 8 bits, each of m ranks sends a message of c bytes. m c bytes replace F until the unit is used;
+both exist during decoding. Another c bytes stay from forward to backward, to be sent again. The
+reduce-scatter has 2 m c bytes (minus one c, if it is long) instead of G and R.
+
+Shards and optimizer states exist all the time. A root's tensors that run before the blocks (an
+embedding) get their gradients last. The simulation does not know which tensors these are, and
+counts all of M_r from the start, so the peak is a little too high if it is in a block's backward.
+
+With a `Trace` the events are those of the model's own step, in its order, and its
+activations are added at each of them. Without it they are not counted.
+
+With several micro-batches, the backwards before the last do not synchronize. There M is added to
+local sums in the reduce dtype, as large as G; or, if the row of the table shards gradients, reduced
+each time, and added to the shard of before. The root and units that are not resharded after forward
+are not gathered again in backward; if the row replicates parameters, F is freed at the end of the
+last backward.
+
+Time: compute takes the seconds that it is told. A network takes one collective at a time. Without
+streams, casts and copies are time of the processor; with them, what is before an all-gather runs
+beside compute.
+
+Not counted: temporary memory of the optimizer, memory that an allocator or a
+communication library caches, and gradients that autograd keeps because a tied weight is also used
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from vescale_fsdp.program import (
+    Bundles,
+    Executor,
+    Names,
+    Passes,
+    Program,
+    Record,
+    Reduction,
+    Residency,
+    Sendable,
+    policy_of,
+    sendable_if_small,
+)
+from vescale_fsdp_tune.costs.account import (
+    COMPUTE,
+    COPIES,
+    ENGINE,
+    GATHERED,
+    INNER,
+    LOCAL,
+    RECOMPUTATION,
+    REDUCED,
+    Account,
+    Clock,
+    Peak,
+)
+from vescale_fsdp_tune.costs.model import Event, Trace
+from vescale_fsdp_tune.costs.simulated import SimulatedGroup, SimulatedUnit
+from vescale_fsdp_tune.costs.traces import runs_in_order
+from vescale_fsdp_tune.costs.units import HOST, SHARDS, How, UnitCosts
+
+
+class Step(NamedTuple):
+    """The result of a simulated step."""
+
+    peak: Peak
+    forward_gathers: list[int]  # indices of units, in the order of their all-gathers
+    backward_gathers: list[int]
+    seconds: dict[str, float]  # by kind
+
+
+def run_step(units: Sequence[UnitCosts], how: How, trace: Trace | None = None) -> Step:
+    """Simulate one step.
+
+    Args:
+        units: in forward order, the root first (without groups if it has no parameters).
+        how: the settings of the engine.
+        trace: events of the model's own micro-batch, with its activations. None: units run once,
+            in order, and activations are not counted.
+    """
+    return _Model(units, how).step(trace)
+
+
+@dataclass
+class _Message:
+    """An all-gather of several small units: its bytes, and how many have not taken their part."""
+
+    num_bytes: int
+    num_left: int
+
+
+class _Call:
+    """Stands for a forward in the autograd graph."""
+
+    pass_number = 0
+
+
+class _Model(Executor):
+    """Runs the step of a model on one simulated rank."""
+
+    def __init__(self, costs: Sequence[UnitCosts], how: How) -> None:
+        self.how, self.has_streams = how, how.backend == "nccl"
+        self.account, self.clock = Account(), Clock()
+        self.gathers: list[int] = []
+        self.summing: list[SimulatedGroup] = []
+        self.kept: list[SimulatedGroup] = []
+        self._moving: SimulatedGroup | None = None  # to the host
+        self._moves_until = 0.0
+        self._units = [SimulatedUnit(each, self) for each in costs]
+        # Trainable ones, by unit and place in it.
+        self._groups: dict[tuple[int, int], SimulatedGroup] = {}
+        number = 0
+        for index, unit in enumerate(self._units):
+            for place, group in enumerate(unit.costs.groups):
+                if group.trainable:
+                    self._groups[index, place] = SimulatedGroup(number, unit, group, self)
+                number += 1
+        self._has_inner = False  # whether shards were gathered over the outer axis
+        self._inner_ends: dict[int, float] = {}  # by unit
+        self._bundles: Bundles | None = None
+        self._sent: dict[int, float] = {}  # units that were sent with others
+        self._messages: dict[int, _Message] = {}  # by unit that has not taken its part
+        names = ["", *(f"units.{number}" for number in range(1, len(costs)))]
+        empty = {number for number, each in enumerate(costs) if not each.groups}
+        policy = policy_of(
+            how.in_flight, [], has_streams=self.has_streams, small_bytes=how.small_bytes
+        )
+        kinds = ["Unit"] * len(names)
+        self._passes = Passes(
+            self._units, Names(names, kinds, empty), self, policy, can_settle=True, trusts=True
+        )
+        trained = [index for index, unit in enumerate(self._units) if unit.trainable]
+        # Backward does not reach frozen units before the first trainable one.
+        self._first = max(trained[0], 1) if trained else len(costs)
+
+    def step(self, trace: Trace | None) -> Step:
+        """Simulate a step. With ``in_flight`` of 3 or more, or another order, it is the second.
+
+        In the first, the scheduler finds out which units stay unsharded for backward, and records
+        the order of the trace, if that is not the order of definition. So it is if the memory of
+        gradients lasts from step to step.
+        """
+        is_known = trace is None or runs_in_order(trace)
+        lasts = not (self.has_streams or self.how.row.cuts_parameters)
+        is_like_others = self.how.in_flight < 3 and is_known and not lasts
+        for _ in range(1 if is_like_others else 2):
+            for group in self._groups.values():
+                group.zero()
+            self.account.peak, self.account.when = Peak(0, "the start", {}), "the start"
+            self.clock = Clock()
+            gathers = self._micro_batches(trace)
+        return Step(self.account.peak, *gathers, self.clock.seconds)
+
+    def _micro_batches(self, trace: Trace | None) -> tuple[list[int], list[int]]:
+        """Simulate those of a step. Returns the all-gathers of forwards and of backwards."""
+        more, forwards, backwards = self.how.micro_batches - 1, list[int](), list[int]()
+        for number in range(min(more, 2) + 1):
+            is_last = number == min(more, 2)
+            for unit in self._units:
+                unit.requires_gradient_sync = is_last
+            before = dict(self.clock.seconds)
+            forward_gathers = self._micro_batch(trace)
+            repeats = more - 1 if number == 1 and not is_last else 1  # the others are like this one
+            for kind, seconds in [*self.clock.seconds.items()]:
+                self.clock.spend(kind, (repeats - 1) * (seconds - before.get(kind, 0.0)))
+            forwards += repeats * forward_gathers
+            backwards += repeats * self.gathers
+        return forwards, backwards
+
+    def _micro_batch(self, trace: Trace | None) -> list[int]:
+        self.gathers = []
+        if trace is not None:
+            return self._replay(trace)
+        calls = self._forward()
+        forward_gathers, self.gathers = self.gathers, []
+        if any(unit.trainable for unit in self._units):
+            self._backward(calls)
+        return forward_gathers
+
+    def _replay(self, trace: Trace) -> list[int]:
+        """Simulate the events of a trace. Returns the all-gathers of its forward."""
+        account, passes = self.account, self._passes
+        calls: dict[int, _Call] = {}
+        takers: set[int] = set()  # calls with an input that wants a gradient
+        begun: dict[int, int] = {}  # units, with the calls whose backwards run
+        running: list[SimulatedUnit] = []
+        forward_gathers: list[int] | None = None
+        for moment in trace.moments:
+            account.set_activations(moment.highest_bytes, moment.live_bytes)
+            unit = self._units[moment.unit]
+            if moment.event is Event.FORWARD:
+                running.append(unit)
+                account.when = f"the forward of {unit.costs.title}"
+                unit.open_calls.add(calls.setdefault(moment.call, _Call()))
+                passes.before_forward(unit, "forward", True)
+            elif moment.event is Event.END_OF_FORWARD:
+                self._compute_forward(unit)
+                is_closed = not (moment.takes_gradients or unit.trainable)
+                passes.after_forward(unit, is_closed=is_closed, is_visited=moment.is_reachable)
+                if moment.takes_gradients:
+                    takers.add(moment.call)
+                if not moment.is_reachable:
+                    unit.open_calls.discard(calls[moment.call])
+                running.remove(unit)
+                if running:
+                    account.when = f"the forward of {running[-1].costs.title}"
+            elif moment.event is Event.BACKWARD:
+                if forward_gathers is None:
+                    forward_gathers, self.gathers = self.gathers, []
+                    passes.begin_backward()
+                running.append(unit)
+                account.when = f"the backward of {unit.costs.title}"
+                unit.enter_backward(calls[moment.call])
+                passes.before_backward(unit)
+                self._begin_backward(unit)
+                begun[unit.index] = moment.call
+            elif moment.event is Event.GRADIENT:
+                self._gradient(moment.unit, moment.group, moment.num_elements)
+                # Without a gradient for an input, it ends with the last one of a parameter.
+                if not unit.left and unit in running and begun[unit.index] not in takers:
+                    self._end_backward(unit, calls[begun[unit.index]])
+            elif moment.event is Event.END_OF_BACKWARD:
+                self._end_backward(unit, calls[moment.call])
+                running.remove(unit)
+                account.when = f"the backward of {running[-1].costs.title}"
+        if forward_gathers is None:  # nothing is trained
+            forward_gathers, self.gathers = self.gathers, []
+        else:
+            account.when = "the end of the backward"
+            passes.end_backward()
+        return forward_gathers
+
+    # Compute
+
+    def _compute_forward(self, unit: SimulatedUnit) -> None:
+        self.clock.spend(COMPUTE, unit.costs.forward_s)
+        self.clock.spend(ENGINE, unit.costs.engine_s[0])
+
+    def _begin_backward(self, unit: SimulatedUnit) -> None:
+        costs = unit.costs
+        self.clock.spend(ENGINE, costs.engine_s[1])
+        self.clock.spend(RECOMPUTATION, costs.recompute_s)
+        unit.backward_left_s = costs.backward_s
+        unit.later_left, unit.left = costs.later_half, costs.trained
+        if costs.is_root:  # the head; the embedding comes last
+            self._end_compute(unit)
+
+    def _end_compute(self, unit: SimulatedUnit) -> None:
+        self.clock.spend(COMPUTE, unit.backward_left_s)
+        unit.backward_left_s = 0.0
+
+    def _end_backward(self, unit: SimulatedUnit, call: _Call) -> None:
+        self._end_compute(unit)
+        self._take(unit)
+        if unit.leave_backward(call):
+            self._passes.after_backward(unit)
+
+    def _take(self, unit: SimulatedUnit) -> None:
+        """A node of autograd gives the engine what has come of its gradients (`engine.gather`)."""
+        for place, group in enumerate(unit.costs.groups):
+            if group.trainable:
+                self._groups[unit.index, place].let_go()
+
+    def _gradient(self, index: int, place: int, num_elements: int) -> None:
+        unit, group = self._units[index], self._groups[index, place]
+        if unit.backward_left_s:
+            seconds = unit.costs.backward_s * num_elements / max(sum(unit.sizes), 1)
+            seconds = min(seconds, unit.backward_left_s)
+            self.clock.spend(COMPUTE, seconds)
+            unit.backward_left_s -= seconds
+        group.add(num_elements)
+        unit.left -= num_elements
+        if unit.later_left > 0:
+            unit.later_left -= num_elements
+            if unit.later_left <= 0:
+                self._take(unit)
+                if self._passes.window.gradient_arrived(unit, sum(unit.sizes)):
+                    self._passes.take_turn()
+
+    # A model whose units run in order
+
+    def _forward(self) -> list[_Call]:
+        calls = [_Call() for _ in self._units]
+        for unit, call in zip(self._units, calls, strict=True):
+            self.account.when = f"the forward of {unit.costs.title}"
+            unit.open_calls.add(call)
+            self._passes.before_forward(unit, "forward", True)
+            if unit.index:
+                self._end_forward(unit)
+        self._end_forward(self._units[0])
+        return calls
+
+    def _end_forward(self, unit: SimulatedUnit) -> None:
+        self._compute_forward(unit)
+        comes_back = unit.index == 0 or unit.index >= self._first
+        is_closed = not unit.trainable and (unit.is_root or not comes_back)
+        self._passes.after_forward(unit, is_closed=is_closed, is_visited=comes_back)
+
+    def _backward(self, calls: Sequence[_Call]) -> None:
+        self._passes.begin_backward()
+        for index in (0, *range(len(self._units) - 1, self._first - 1, -1)):
+            unit = self._units[index]
+            self.account.when = f"the backward of {unit.costs.title}"
+            unit.enter_backward(calls[index])
+            self._passes.before_backward(unit)
+            self._begin_backward(unit)
+            for place, elements in unit.costs.gradients:
+                self._gradient(index, place, elements)
+            if index:
+                self._end_backward(unit, calls[index])
+        self.account.when = "the end of the backward"
+        root = self._units[0]
+        if root.trainable:  # it was called first, so its nodes run last
+            self._end_backward(root, calls[0])
+        self._passes.end_backward()
+
+    # Communication
+
+    def gather(self, unit: SimulatedUnit) -> float:
+        """Issue the all-gathers of a unit. Returns when they end."""
+        self.gathers.append(unit.index)
+        together = None if self._bundles is None else self._bundles.send_with(unit.index)
+        if together is None:
+            return self._gather_units([unit])
+        if together:
+            units = [self._units[index] for index in together]
+            ends = self._gather_units(units, is_one=True)
+            self._sent.update(dict.fromkeys(together, ends))
+            groups = [group for each in units for group in each.costs.groups]
+            message = _Message(sum(g.gathered_message * g.num_shards for g in groups), len(units))
+            self._messages.update(dict.fromkeys(together, message))
+            self.account.add(GATHERED, message.num_bytes)
+        return self._sent.pop(unit.index)
+
+    def took(self, unit: SimulatedUnit) -> None:
+        """A unit has its parameters. The last one frees the message that they were in."""
+        message = self._messages.pop(unit.index, None)
+        if message is not None:
+            message.num_left -= 1
+            if not message.num_left:
+                self.account.drop(GATHERED, message.num_bytes)
+
+    def _gather_units(self, units: Sequence[SimulatedUnit], *, is_one: bool = False) -> float:
+        ends, is_one = 0.0, is_one or self.has_streams
+        inner_ends = max((self._inner_ends.get(unit.index, 0.0) for unit in units), default=0.0)
+        for number, group in enumerate(group for unit in units for group in unit.costs.groups):
+            times, is_new = group.seconds, number == 0 or not is_one
+            cpu_s = times.gather_cpu_s + (times.collective_s if is_new else 0.0)
+            self.clock.spend(ENGINE, cpu_s)
+            if not self.has_streams:
+                self.clock.wait(inner_ends)
+                self.clock.spend(COPIES, times.cast_s)
+            seconds = times.gather_s + (times.latency_s if is_new else 0.0)
+            if group.num_shards > 1 or times.gather_s:
+                ends = self.clock.issue(SHARDS, seconds, after=inner_ends)
+        return ends
+
+    def move(self, group: SimulatedGroup) -> None:
+        """Move a reduced gradient to the host. Its memory is free when the next one is there."""
+        before, self._moving = self._moving, group
+        if before is not None:
+            self.account.drop(REDUCED, before.of.shard_bytes)
+        self._moves_until = self.clock.issue(HOST, group.of.seconds.host_s)
+
+    # Methods of an executor. All ranks are assumed to be equal.
+
+    def settle(self, mine: Record, timeout_s: float | None) -> Record:
+        return mine
+
+    def compare(self, entries: Sequence[str], unit: Residency | None) -> None: ...
+
+    def stall(self) -> None: ...
+
+    def begin_pass(self, first: Residency) -> None:
+        if self.how.num_outer > 1 and not self._has_inner:
+            self._has_inner = True
+            for unit in self._units:
+                for group in unit.costs.groups:
+                    self.account.add(INNER, group.gathered_message)
+                    seconds = group.seconds.replica_gather_s
+                    ends = self.clock.issue(self.how.replica_network, seconds)
+                    self._inner_ends[unit.index] = ends
+
+    def begin_walk(self, program: Program, *, in_backward: bool) -> None:
+        if self.how.small_bytes and not self.has_streams:
+            self._bundles = Bundles(program, self._sendable_of)
+
+    def _sendable_of(self, index: int) -> Sendable | None:
+        unit = self._units[index]
+        size = sum(group.gathered_message for group in unit.costs.groups)
+        if unit.is_encoded or not size:
+            return None
+        num_ranks = max(group.num_shards for group in unit.costs.groups)
+        return sendable_if_small(size, num_ranks, None, self.how.small_bytes)
+
+    def end_walk(self) -> None:
+        self._bundles = None
+        self._sent.clear()
+        for index in [*self._messages]:
+            self.took(self._units[index])
+
+    def due(self) -> Sequence[Reduction]:
+        found = []
+        for group in self._groups.values():
+            reduces = group.unit.requires_gradient_sync or self.how.row.cuts_gradients
+            group.settle(waits=not reduces)
+            if reduces:
+                found.append(group)
+        return found[::-1]
+
+    def start_reductions(self, batch: Sequence[Reduction]) -> None:
+        groups = [group for group in batch if isinstance(group, SimulatedGroup)]
+        is_one = self.has_streams or len(groups) > 1
+        first = groups[0].of.seconds
+        self.clock.spend(ENGINE, first.collective_s)
+        num_sent = sum(group.sent_bytes for group in groups) if len(groups) > 1 else 0
+        seconds = sum(group.start(0 if self.has_streams else num_sent) for group in groups)
+        if num_sent and not self.has_streams:  # a copy of all, which are freed then
+            self.account.add(LOCAL, num_sent)
+            self.account.drop(LOCAL, num_sent)
+        if not is_one or groups[0].of.num_shards > 1:
+            seconds += first.latency_s
+        ends = self.clock.issue(SHARDS, seconds) if seconds else self.clock.now
+        for group in groups:
+            group.expect(ends)
+
+    def end_backward(self) -> None:
+        for group in self.summing:
+            group.finish_sum()
+        if self._moving is not None:
+            self.clock.wait(self._moves_until)
+            self.account.drop(REDUCED, self._moving.of.shard_bytes)
+            self._moving = None
+        for group in self.kept:
+            group.publish()
+        self.summing.clear()
+        self.kept.clear()
+        if self._has_inner and self._units[0].requires_gradient_sync:
+            self._has_inner = False
+            groups = (group for unit in self._units for group in unit.costs.groups)
+            self.account.drop(INNER, sum(group.gathered_message for group in groups))
