@@ -49,7 +49,12 @@ PARTS = [
     Part(
         "Ranks over NCCL, also more than GPUs",
         "bits of FSDP2 in four rows of ZeRO's table, a budget's peak, the simulator's scenarios",
-        [*_PYTEST, f"{_TESTS}/engine/test_cuda_ranks.py", f"{_TESTS}/simulator/test_on_nccl.py"],
+        [
+            *_PYTEST,
+            f"{_TESTS}/engine/test_cuda_ranks.py",
+            f"{_TESTS}/simulator/test_on_nccl.py",
+            "packages/tune/tests/budget/test_cuda.py",
+        ],
     ),
     Part(
         "Random models over NCCL",

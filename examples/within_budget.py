@@ -15,7 +15,7 @@ from gpt import GPT, load_text, loss_of
 from torch.distributed.device_mesh import init_device_mesh
 from train_gpt import batch_of, make_optimizer, train_step
 
-from vescale_fsdp import Budget, fully_shard, tuning_of
+from vescale_fsdp_tune import Budget, fully_shard, tuning_of
 
 
 def make_model(vocabulary_size: int, batch: list[torch.Tensor], args: argparse.Namespace) -> GPT:

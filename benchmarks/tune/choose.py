@@ -26,8 +26,7 @@ from benchmarks.tune.candidates import grid, text_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_fsdp import fully_shard
-from vescale_fsdp_tune.budget import Budget, tuning_of
+from vescale_fsdp_tune import Budget, fully_shard, tuning_of
 from vescale_fsdp_tune.budget.choose import choose as choose_settings
 from vescale_fsdp_tune.budget.trials import Subject
 from vescale_fsdp_tune.costs import Prediction, Tuning

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from vescale_fsdp import Budget, tuning_of
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.budgets import budget_for, inputs_from
 from vescale_fsdp_accelerate.options import from_config
+from vescale_fsdp_tune import Budget, tuning_of
 from vescale_fsdp_tune.budget import choose
 from vescale_fsdp_tune.budget.machine import measured_machine
 from vescale_fsdp_tune.costs import Machine

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from vescale_fsdp import FSDPModule, tuning_of, unsharded
+from vescale_fsdp import FSDPModule, unsharded
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleAccelerator, VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.options import Options, to_environment
+from vescale_fsdp_tune import tuning_of
 
 from .helpers import accelerator, full
 

@@ -15,7 +15,6 @@ PACKAGES = [
     "vescale_fsdp.planner",
     "vescale_fsdp.ragged",
     "vescale_fsdp.dbuffer",
-    "vescale_fsdp_tune.costs",
     "vescale_fsdp.engine",
     "vescale_fsdp.checkpoint",
     "vescale_fsdp.optim",
@@ -42,7 +41,6 @@ def loaded_after(*statements: str) -> list[set[str]]:
         "from vescale_fsdp import planner; planner.plan([planner.TensorSpec('a', (4,), 1)], 2)",
         "from vescale_fsdp import PlanError, VeScaleError",
         "import vescale_fsdp; dir(vescale_fsdp)",
-        "import vescale_fsdp_tune.costs",
     ],
 )
 def test_names_and_planner_do_not_load_torch(statement: str) -> None:
@@ -107,15 +105,19 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "statement",
+    ("statement", "companion"),
     [
-        "from vescale_fsdp import elastic",
-        "import vescale_fsdp.elastic",
-        "from vescale_fsdp.elastic import training",
-        "import vescale_fsdp; vescale_fsdp.elastic.training",
+        ("from vescale_fsdp import elastic", "elastic"),
+        ("import vescale_fsdp.elastic", "elastic"),
+        ("from vescale_fsdp.elastic import training", "elastic"),
+        ("import vescale_fsdp; vescale_fsdp.elastic.training", "elastic"),
+        ("from vescale_fsdp import Budget", "tune"),
+        ("from vescale_fsdp import tuning_of", "tune"),
+        ("from vescale_fsdp.costs import Machine", "tune"),
+        ("import vescale_fsdp; vescale_fsdp.costs.Link", "tune"),
     ],
 )
-def test_elastic_raises_with_its_new_name(statement: str) -> None:
-    match = r"pip install 'vescale-fsdp\[elastic\]', and import vescale_fsdp_elastic"
+def test_what_has_moved_raises_with_its_new_name(statement: str, companion: str) -> None:
+    match = rf"pip install 'vescale-fsdp\[{companion}\]', and import vescale_fsdp_{companion}"
     with pytest.raises((ImportError, AttributeError), match=match):
         exec(statement)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from vescale_fsdp import Budget, Granularity, QuantizedGather, QuantizedReduce
+from vescale_fsdp import Granularity, QuantizedGather, QuantizedReduce, errors
 from vescale_fsdp.options import (
     ACTIVATIONS,
     BUDGET,
@@ -39,7 +39,6 @@ class Options:
     other: object = None  # of somebody else: not checked
 
 
-BUDGET_OF_1 = Budget.of("1GiB")
 TEXT = "{name}: {value!r} does not work{reason}; accepted: {accepted}"
 
 
@@ -60,8 +59,6 @@ TEXT = "{name}: {value!r} does not work{reason}; accepted: {accepted}"
         ("gather_codec", QuantizedGather(), QuantizedGather()),
         ("reduce_codec", "int8", QuantizedReduce()),
         ("reduce_codec", {"dtype": "int8", "block": 8}, QuantizedReduce(block=8)),
-        ("budget", "80%", "80%"),
-        ("budget", BUDGET_OF_1, BUDGET_OF_1),
         ("replicas", 2, 2),
         ("sealed", True, True),
     ],
@@ -84,12 +81,10 @@ def test_a_value_becomes_an_argument(name: str, value: object, expected: object)
         ("gather_codec", QuantizedReduce(), "dtype must be 'int8' or 'e4m3'"),
         ("reduce_codec", "e4m3", "'e4m3' does not work (dtype must be 'int8'); accepted: int8"),
         ("reduce_codec", {"error_feedback": 1}, "1} does not work; accepted: int8"),
-        ("budget", "much", "budget: 'much' does not work; accepted: 10GiB"),
         ("replicas", True, "replicas: True does not work; accepted: an int of at least 1"),
         ("replicas", 0, "replicas: 0 does not work"),
         ("replicas", "", "replicas: '' does not work"),  # a template's variable that was not set
         ("sealed", "", "sealed: '' does not work"),
-        ("budget", "", "budget: '' does not work"),
         ("granularity", "", "granularity: '' does not work"),
         ("sealed", "yes", "sealed: 'yes' does not work; accepted: true or false"),
     ],
@@ -116,10 +111,21 @@ def test_words_are_checked_without_torch() -> None:
         "from dataclasses import make_dataclass\n"
         "from vescale_fsdp.options import *\n"
         "fields = [('granularity', str, option(GRANULARITY, None, '')),"
-        " ('gather_codec', str, option(GATHER, None, '')),"
-        " ('budget', str, option(BUDGET, None, ''))]\n"
-        "check(make_dataclass('Options', fields)(granularity='rows:2', gather_codec='int8',"
-        " budget='80%'), '')"
+        " ('gather_codec', str, option(GATHER, None, ''))]\n"
+        "check(make_dataclass('Options', fields)(granularity='rows:2', gather_codec='int8'), '')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_budget_without_the_companion_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(errors, "find_spec", lambda name: None)
+    expected = (
+        "budget='80%' needs vescale_fsdp_tune, which is not installed: pip install "
+        "'vescale-fsdp[tune]'"
+    )
+    with pytest.raises(ImportError) as error:
+        check(Options(budget="80%"), TEXT)
+    assert str(error.value) == expected

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from vescale_fsdp import Budget, tuning_of
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_lightning import VeScaleFabricStrategy, VeScaleFSDPStrategy
+from vescale_fsdp_tune import Budget, tuning_of
 from vescale_fsdp_tune.budget import choose
 from vescale_fsdp_tune.budget.machine import measured_machine
 from vescale_fsdp_tune.costs import Machine

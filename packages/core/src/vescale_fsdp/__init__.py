@@ -112,7 +112,7 @@ def __getattr__(name: str) -> Any:
     if name in ("checkpoint", "optim", "planner"):
         return import_module(f"vescale_fsdp.{name}")
     if name in _COMPANIONS:
-        raise AttributeError(has_moved(name))
+        raise ImportError(has_moved(name))  # ``from vescale_fsdp import`` would replace another
     if name not in __all__:
         raise AttributeError(f"module 'vescale_fsdp' has no attribute {name!r}")
     home = "ragged" if name in ("RaggedShard", "RaggedTensor") else "engine"

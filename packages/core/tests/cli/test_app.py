@@ -73,7 +73,7 @@ def test_without_arguments_the_help_is_shown(capsys: Capture) -> None:
     assert main([]) == 0
     out, err = capsys.readouterr()
     words = " ".join(out.split())  # columns are as wide as the longest command, of adapters too
-    assert "plan Show how a model would be sharded" in words
+    assert "doctor Show what this machine has" in words
     assert "checkpoint Check, show and convert checkpoints." in words
     assert err == ""
 
@@ -89,3 +89,16 @@ def test_an_unknown_command_is_one_line(capsys: Capture) -> None:
     assert out == ""
     assert err.startswith("vescale-fsdp: No such command 'plon'")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["plan", "llama", "--ranks", "8"], ["tune", "--help"]])
+def test_commands_of_a_companion_say_what_to_install(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    with_plugins(monkeypatch)
+    assert main(arguments) == 2
+    expected = (
+        f"vescale-fsdp: {arguments[0]} is a command of vescale-fsdp-tune, which is not installed: "
+        'pip install "vescale-fsdp[tune]"\n'
+    )
+    assert capsys.readouterr() == ("", expected)

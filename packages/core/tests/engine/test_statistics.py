@@ -12,12 +12,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from vescale_fsdp import Budget, MixedPrecisionPolicy, RankMismatchError, fully_shard, unsharded
+from vescale_fsdp import MixedPrecisionPolicy, RankMismatchError, fully_shard, unsharded
 from vescale_fsdp.engine import remesh
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import full_parameters
-from .test_budget import SLOW
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -223,15 +222,3 @@ def check_disagreement() -> None:
 
 def test_ranks_that_cast_other_statistics_are_told() -> None:
     run_ranks(check_disagreement, 2)
-
-
-def within_a_budget() -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
-    # The blocks are measured, the machine is not.
-    budget = Budget(memory="1GiB", inputs=torch.randn(4, 4), machine=SLOW)
-    fully_shard(model, mp_policy=BF16, budget=budget)
-    model(torch.randn(4, 4)).float().sum().backward()
-
-
-def test_a_budget_tries_them_as_they_train() -> None:
-    run_ranks(within_a_budget, 2)

@@ -18,18 +18,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
+import vescale_fsdp
 from vescale_fsdp import (
-    Budget,
     Granularity,
     PlanError,
     QuantizedGather,
     QuantizedReduce,
     RankMismatchError,
-    fully_shard,
-    tuning_of,
 )
 from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import RankError, run_ranks
+from vescale_fsdp_tune import Budget, fully_shard, tuning_of
 from vescale_fsdp_tune.budget import rates
 from vescale_fsdp_tune.budget.apply import apply
 from vescale_fsdp_tune.budget.blocks import Bench
@@ -85,8 +84,8 @@ def by_hand(candidate: Candidate) -> nn.Module:
             more["reshard_after_forward"] = not stays
         if place < candidate.num_changed:
             more["activations"] = candidate.activations
-        fully_shard(blocks if len(blocks) > 1 else blocks[0], **keys, **more)
-    return fully_shard(model, **keys)
+        vescale_fsdp.fully_shard(blocks if len(blocks) > 1 else blocks[0], **keys, **more)
+    return vescale_fsdp.fully_shard(model, **keys)
 
 
 ONE_EACH = tuple((f"blocks.{i}",) for i in range(4))
@@ -104,7 +103,13 @@ CANDIDATES = [
 
 def losses_of(candidate: Candidate) -> tuple[list[float], list[float]]:
     model = made()
-    apply(model, candidate, fully_shard, init_device_mesh("cpu", (2,)), MixedPrecisionPolicy())
+    apply(
+        model,
+        candidate,
+        vescale_fsdp.fully_shard,
+        init_device_mesh("cpu", (2,)),
+        MixedPrecisionPolicy(),
+    )
     return train(model), train(by_hand(candidate))
 
 
@@ -131,7 +136,13 @@ class Parts(nn.Module):
 def codecs_of_units() -> list[bool]:
     model, names = Parts(), ("embed", "hidden", "lm_head")
     candidate = Candidate("zero3", tuple((name,) for name in names), int8=True)
-    apply(model, candidate, fully_shard, init_device_mesh("cpu", (2,)), MixedPrecisionPolicy())
+    apply(
+        model,
+        candidate,
+        vescale_fsdp.fully_shard,
+        init_device_mesh("cpu", (2,)),
+        MixedPrecisionPolicy(),
+    )
     units = units_in(model)
     return [any(gather for gather, _ in units[name].groups[0].codings) for name in names]
 
@@ -143,7 +154,13 @@ def test_a_head_alone_is_gathered_whole() -> None:
 def replicated() -> int:
     model = made()
     candidate = Candidate("hsdp", ONE_EACH, num_replicas=2)
-    apply(model, candidate, fully_shard, init_device_mesh("cpu", (4,)), MixedPrecisionPolicy())
+    apply(
+        model,
+        candidate,
+        vescale_fsdp.fully_shard,
+        init_device_mesh("cpu", (4,)),
+        MixedPrecisionPolicy(),
+    )
     train(model)
     return units_in(model)[""].groups[0].axes.num_replicas
 
@@ -156,7 +173,7 @@ def dtypes_of_units() -> list[tuple[Any, Any]]:
     model = made()
     policy = MixedPrecisionPolicy(torch.float64, output_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    apply(model, Candidate("zero3", PAIRS), fully_shard, mesh, policy)
+    apply(model, Candidate("zero3", PAIRS), vescale_fsdp.fully_shard, mesh, policy)
     policies = [unit.mp_policy for unit in units_in(model).values()]
     return [(each.param_dtype, each.output_dtype) for each in policies]
 
@@ -489,7 +506,7 @@ def test_lazy_parameters() -> None:
 
 def already_sharded() -> str:
     model = made()
-    fully_shard(model.blocks[1])
+    vescale_fsdp.fully_shard(model.blocks[1])
     return attempt(lambda: fully_shard(model, budget="auto"))
 
 
@@ -581,3 +598,16 @@ def parted(has_inputs: bool) -> tuple[tuple[str, ...], ...]:
 def test_large_blocks_are_divided(has_inputs: bool) -> None:
     one, other = run_ranks(parted, 2, has_inputs)
     assert one == other
+
+
+def check_statistics() -> None:
+    """Norms with statistics compute in the dtype of their parameters."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    # The blocks are measured, the machine is not.
+    budget = Budget(memory="1GiB", inputs=torch.randn(4, 4), machine=SLOW)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), budget=budget)
+    model(torch.randn(4, 4)).float().sum().backward()
+
+
+def test_parameters_of_statistics_are_tried_as_they_train() -> None:
+    run_ranks(check_statistics, 2)

@@ -7,15 +7,17 @@ from unittest import mock
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from vescale_fsdp import Budget, MixedPrecisionPolicy, fully_shard, repeated_blocks, tuning_of
+import vescale_fsdp
+from vescale_fsdp import MixedPrecisionPolicy, repeated_blocks
 from vescale_fsdp.testing import run_ranks
+from vescale_fsdp_tune import Budget, fully_shard, tuning_of
 from vescale_fsdp_tune.budget import overhead, rates
 from vescale_fsdp_tune.budget.apply import apply
 from vescale_fsdp_tune.budget.trials import Subject, divide
 from vescale_fsdp_tune.costs import Tuning
 
-from .accelerator import DEVICE, nccl_like_world
-from .models import MLP, inputs_of, make
+from ....core.tests.engine.accelerator import DEVICE, nccl_like_world
+from ....core.tests.engine.models import MLP, inputs_of, make
 
 
 def losses_of(model: torch.nn.Module) -> list[float]:
@@ -42,7 +44,9 @@ def tuned() -> Tuning:
         tuning = tuning_of(model)
         assert tuning is not None
         again = make(MLP)
-        apply(again, tuning.chosen.candidate, fully_shard, mesh, MixedPrecisionPolicy())
+        apply(
+            again, tuning.chosen.candidate, vescale_fsdp.fully_shard, mesh, MixedPrecisionPolicy()
+        )
         assert losses_of(model) == losses_of(again)
         return tuning
 

@@ -24,7 +24,7 @@ from vescale_fsdp_tune.commands.report import make_report
 from vescale_fsdp_tune.commands.settings import Settings, parse_dtype
 from vescale_fsdp_tune.costs import Activations, Event, Figures, Trace
 
-from ..allocations import peak_of, through_the_allocator, traced
+from ....core.tests.allocations import peak_of, through_the_allocator, traced
 from .tiny import shapes_file
 
 VOCAB, WIDTH, HEADS, LENGTH, BATCH = 512, 64, 4, 64, 4

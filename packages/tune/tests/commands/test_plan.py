@@ -12,8 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from vescale_fsdp.cli import main, sources
+from vescale_fsdp.cli import main
 from vescale_fsdp.cli.text import color_system
+from vescale_fsdp_tune.commands import sources
 
 from .tiny import TINY, shapes_file
 

@@ -24,7 +24,7 @@ from vescale_fsdp_tune.costs.divisions import grouped
 from vescale_fsdp_tune.costs.model import BF16, FP32
 from vescale_fsdp_tune.costs.predicting import Predictor
 
-from ..allocations import peak_of, through_the_allocator, traced
+from ....core.tests.allocations import peak_of, through_the_allocator, traced
 from .problems import machine
 
 pytestmark = pytest.mark.usefixtures("each_alone")

@@ -121,8 +121,8 @@ def fully_shard(
     """
     if unknown := sorted(chosen.keys() - _CHOSEN.keys()):
         raise TypeError(f"fully_shard() got an unexpected keyword argument {unknown[0]!r}")
-    checked_modules(module)
-    refuse_other_engines(module, "for all of it")
+    for each in checked_modules(module):
+        refuse_other_engines(each, "for all of it")
     check_arguments(None, granularity)
     check_engine_arguments(mp_policy, OffloadPolicy(), unused, 2, broadcast_buffers)
     budget = Budget.of(budget)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import vescale_fsdp
 from vescale_fsdp import repeated_blocks
 from vescale_fsdp.cli.text import InputError
 from vescale_fsdp.errors import PlanError
@@ -33,6 +34,7 @@ _MOST_LETTERS = 320  # of the message of an exception
 # one), and Python's own.
 _NOT_THE_USERS = (
     str(Path(__file__).parents[1]),
+    str(Path(vescale_fsdp.__file__).parent),
     *{path for name, path in sysconfig.get_paths().items() if name.endswith(("lib", "stdlib"))},
     *{path for path in sys.path if path.endswith(("site-packages", "dist-packages"))},
 )

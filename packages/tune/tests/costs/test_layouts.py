@@ -5,7 +5,7 @@ import pytest
 from vescale_fsdp.planner import TensorSpec
 from vescale_fsdp_tune.costs.layouts import fsdp2_shard_size, megatron_shard_size
 
-from .shapes import gpt_oss_hf_layer
+from ....core.tests.planner.shapes import gpt_oss_hf_layer
 
 
 def specs_of(*shapes):
