@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from vescale_fsdp import errors
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_accelerate import VeScaleFSDPPlugin
 from vescale_fsdp_accelerate.budgets import budget_for, inputs_from
@@ -173,3 +174,12 @@ def test_what_the_user_says_counts() -> None:
     assert words.micro_batches == 7
     assert words.inputs is not None
     assert budget_for(None, model, [loader], 1, 7) is None
+
+
+def test_without_the_companion_it_says_what_to_install() -> None:
+    message = r"needs vescale_fsdp_tune, which is not installed: pip install 'vescale-fsdp\[tune\]'"
+    with (
+        mock.patch.object(errors, "find_spec", lambda name: None),
+        pytest.raises(ImportError, match=message),
+    ):
+        VeScaleFSDPPlugin(budget="80%")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -156,6 +158,23 @@ def test_budgets(name: str, tmp_path: Path) -> None:
 def test_a_wrong_budget_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         VeScaleFSDPStrategy(**options)
+
+
+def test_without_the_companion_it_says_what_to_install() -> None:
+    code = (
+        "import importlib.util as util, sys\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *of: None if 'tune' in name else find(name, *of)\n"
+        "sys.modules['vescale_fsdp_tune'] = None\n"  # an import raises now
+        "from vescale_fsdp_lightning import VeScaleFSDPStrategy\n"
+        "VeScaleFSDPStrategy()\n"
+        "VeScaleFSDPStrategy(budget='80%')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: budget='80%' needs vescale_fsdp_tune, which is not installed: pip install "
+        "'vescale-fsdp[tune]'"
+    )
 
 
 def test_the_vocabulary_holds_the_examples() -> None:
