@@ -179,7 +179,7 @@ def test_what_the_user_says_counts() -> None:
 def test_without_the_companion_it_says_what_to_install() -> None:
     message = r"needs vescale_fsdp_tune, which is not installed: pip install 'vescale-fsdp\[tune\]'"
     with (
-        mock.patch.object(errors, "find_spec", lambda name: None),
+        mock.patch.object(errors, "find_spec", return_value=None),
         pytest.raises(ImportError, match=message),
     ):
         VeScaleFSDPPlugin(budget="80%")
