@@ -66,10 +66,11 @@ from vescale_fsdp.compat import (
 from vescale_fsdp.dbuffer import BlockCodec, Coding, Comm, checked_block, pool_for
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.engine import (
-    MIN_BYTES,
     Axes,
     Call,
     GranularityPolicy,
+    Kept,
+    Offload,
     Roles,
     asked_block,
     check_arguments,
@@ -94,11 +95,11 @@ from vescale_fsdp.ranks.collectives import all_reduce, new_gloo_group
 remesh = engine.remesh  # not imported: a file has that name, too
 
 __all__ = [
-    "MANIFEST", "MIN_BYTES", "PER_RANK", "REDUCES_IN_OWN_DTYPE", "SEALS", "AbsentError", "Axes",
+    "MANIFEST", "PER_RANK", "REDUCES_IN_OWN_DTYPE", "SEALS", "AbsentError", "Axes",
     "BlockCodec", "Blocks", "Call", "Coding", "Comm", "Contents", "DataReader", "FileStore",
-    "GranularityPolicy", "LocalFiles", "LocalPlan", "Manifest", "MetadataUnpickler",
-    "NamedOptimizer", "Optimizers", "Ranks", "Roles", "Seal", "Span", "Stateful", "Store",
-    "TensorEntry", "TorchDispatchMode", "Variant", "Waitable", "Weights", "access_of", "agents_in",
+    "GranularityPolicy", "Kept", "LocalFiles", "LocalPlan", "Manifest", "MetadataUnpickler",
+    "NamedOptimizer", "Offload", "Optimizers", "Ranks", "Roles", "Seal", "Span", "Stateful",
+    "Store", "TensorEntry", "TorchDispatchMode", "Variant", "Waitable", "Weights", "access_of", "agents_in",
     "all_reduce", "asked_block", "backend_name", "backends_of", "begin_load", "begin_save",
     "bytes_of", "capture", "check_arguments", "check_engine_arguments", "check_reduced",
     "check_remesh", "checked_block", "checked_modules", "collect", "comm_for",

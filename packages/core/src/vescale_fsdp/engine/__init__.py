@@ -33,7 +33,7 @@ from torch.distributed.fsdp import (
 )
 
 from vescale_fsdp.dbuffer import Residuals
-from vescale_fsdp.engine.activations import MIN_BYTES
+from vescale_fsdp.engine.activations import Kept, Offload
 from vescale_fsdp.engine.api import default_mesh, fully_shard, refuse_other_engines
 from vescale_fsdp.engine.arguments import check_arguments, check_engine_arguments, checked_modules
 from vescale_fsdp.engine.axes import Axes, comm_for
@@ -72,7 +72,6 @@ from vescale_fsdp.engine.unit import units_in, unreduced_parameters
 
 __all__ = [
     "HEADS",
-    "MIN_BYTES",
     "Axes",
     "CPUOffloadPolicy",
     "Call",
@@ -81,7 +80,9 @@ __all__ = [
     "FSDPModule",
     "Granularity",
     "GranularityPolicy",
+    "Kept",
     "MixedPrecisionPolicy",
+    "Offload",
     "OffloadPolicy",
     "QuantizedGather",
     "QuantizedReduce",

@@ -92,6 +92,7 @@ class Offload:
         self.is_active = False  # on the CPU nothing is moved
         self._stays: set[int] = set()  # storages that the engine, or the model, frees itself
         self._is_checked: set[str] = set()  # units whose checksums were right in one step
+        self.copies: Any = transfers.Copies  # a simulation has others
 
     def begin(self, unit: Unit, units: Sequence[Unit], pass_number: int) -> Kept | None:
         """Start to collect what autograd saves, in a forward of ``unit``. None on the CPU.
@@ -289,7 +290,7 @@ class Kept:
         parts = [part for part in list(self._parts.values()) if part.moves]
         if parts:
             sources = [part.here for part in parts if part.here is not None]
-            self._leaving = transfers.Copies.to_host(sources)
+            self._leaving = self._offload.copies.to_host(sources)
             for part, copied in zip(parts, self._leaving.given_up(), strict=True):
                 part.there = copied
 
@@ -318,7 +319,7 @@ class Kept:
         parts = [part for part in list(self._parts.values()) if part.here is None]
         hosts = [part.there for part in parts if part.there is not None]
         if hosts:
-            self._coming = transfers.Copies.to_device(hosts, self.device)
+            self._coming = self._offload.copies.to_device(hosts, self.device)
             for part, made in zip(parts, self._coming.given_up(), strict=True):
                 part.here = made
 

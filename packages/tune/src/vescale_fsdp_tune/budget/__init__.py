@@ -2,8 +2,8 @@
 
 * `request` is what the user asks for.
 * `twins` copies modules. `describe` describes them for `vescale_fsdp_tune.costs`. `trace` runs a
-  step of a copy with a `recorder` of its activations; on meta with `attention`, and `stowing` for
-  offload.
+  step of a copy with a `recorder` of its activations; on meta with `attention`, and what is
+  `offloaded`.
 * `units` are the modules that may be units. `blocks` times them, and `trials` does all of it.
 * `rates` and `overhead` measure the `machine`.
 * `merging` takes the figures of all ranks, and `choose` searches with them. `apply` shards with a

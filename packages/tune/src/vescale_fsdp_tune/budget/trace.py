@@ -30,11 +30,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp.errors import PlanError
-from vescale_fsdp.spi import Call, current_backward, devices, enter, leave, map_tensors
+from vescale_fsdp.spi import Call, Kept, current_backward, devices, enter, leave, map_tensors
 from vescale_fsdp_tune.budget.attention import fused_attention
 from vescale_fsdp_tune.budget.describe import owners
+from vescale_fsdp_tune.budget.offloaded import CountedOffload
 from vescale_fsdp_tune.budget.recorder import Recorder
-from vescale_fsdp_tune.budget.stowing import Kept, Offload
 from vescale_fsdp_tune.budget.twins import cast, seed_generators
 from vescale_fsdp_tune.costs import Activations, BlockTimes, Event, Model, Trace
 
@@ -134,7 +134,9 @@ def trace_and_reads(
         if owner[id(param)] >= 0
     }
     recorder = Recorder((job.args, job.kwargs), job.module, homes)
-    offload = Offload(recorder.stays) if "offload" in activations and has_host else None
+    offload = None
+    if "offload" in activations and has_host:
+        offload = CountedOffload(job.device, recorder.stays)
     is_meta = job.device.type == "meta"
     fused = fused_attention(is_accelerator=has_host) if is_meta else nullcontext()
     recomputes = "recompute" in activations
@@ -209,9 +211,10 @@ class _Clock:
 class _Call(Call):
     """One forward of a unit."""
 
-    def __init__(self, notes: Notes, unit: int, number: int, kept: Kept | None) -> None:
+    def __init__(self, notes: Notes, unit: int, number: int) -> None:
         super().__init__(f"unit {unit}")
-        self._notes, self.unit, self.number, self.kept = notes, unit, number, kept
+        self._notes, self.unit, self.number = notes, unit, number
+        self.kept: Kept | None = None  # activations that are offloaded
         self._has_begun = False  # its backward
 
     def note(self, event: Event, **more: Any) -> None:
@@ -235,7 +238,7 @@ class _Call(Call):
 def _hooked(
     job: Job,
     notes: Notes,
-    offload: Offload | None,
+    offload: CountedOffload | None,
     *,
     recomputes: bool,
     saves_state: bool = False,
@@ -292,7 +295,7 @@ class _UnitHooks:
         index: int,
         job: Job,
         notes: Notes,
-        offload: Offload | None,
+        offload: CountedOffload | None,
         numbers: Iterator[int],
         sees: Callable[[int, Any], None] | None,
     ) -> None:
@@ -309,11 +312,10 @@ class _UnitHooks:
             self._notes.note(Event.FORWARD, self._index, number := next(self._numbers))
         args, kwargs = cast((args, kwargs), self._job.dtype)
         if is_outer:
-            kept = None if self._offload is None else self._offload.begin()
-            self._call = _Call(self._notes, self._index, number, kept)
+            self._call = _Call(self._notes, self._index, number)
             args, kwargs = enter(self._call, (args, kwargs))
-            if kept is not None:
-                kept.begin()
+            if self._offload is not None:
+                self._call.kept = self._offload.collect(self._index)
         return args, kwargs
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
