@@ -4,7 +4,8 @@
 message. `predict` makes the sequence before a first run. `record` holds what ranks exchange to
 correct it. `residency` tracks why a unit is unsharded, `window` limits prefetch, `reductions`
 orders the reductions. `passes` makes a rank follow a program, event by event, and an `executor`
-carries out the decisions (docs/design/engine.md). `zero_table` has what is sharded when.
+carries out the decisions (docs/design/engine.md); a `rehearsal` gives them as data. `zero_table` has
+what is sharded when.
 """
 
 from vescale_fsdp.program.executor import Executor
@@ -13,12 +14,15 @@ from vescale_fsdp.program.passes import Passes
 from vescale_fsdp.program.predict import Names
 from vescale_fsdp.program.record import Record, merge
 from vescale_fsdp.program.reductions import Reduction
+from vescale_fsdp.program.rehearsal import Act, Action, Rehearsal, RehearsedUnit
 from vescale_fsdp.program.residency import Lease, Residency, State
 from vescale_fsdp.program.window import Policy, policy_of
 from vescale_fsdp.program.zero_table import ZERO_TABLE, Kept, Row
 
 __all__ = [
     "ZERO_TABLE",
+    "Act",
+    "Action",
     "Bundles",
     "Executor",
     "Kept",
@@ -29,6 +33,8 @@ __all__ = [
     "Program",
     "Record",
     "Reduction",
+    "Rehearsal",
+    "RehearsedUnit",
     "Residency",
     "Row",
     "Sendable",

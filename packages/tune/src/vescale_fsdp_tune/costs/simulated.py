@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from vescale_fsdp.program import Reduction, Residency, sendable_if_small
 from vescale_fsdp_tune.costs.account import (
     COPIES,
     ENGINE,
@@ -35,40 +34,24 @@ class Rank(Protocol):
     summing: list[SimulatedGroup]  # groups that are summed over replicas until the end
     kept: list[SimulatedGroup]  # those that become ``.grad`` then
 
-    def gather(self, unit: SimulatedUnit) -> float:
-        """Issue the all-gathers of a unit. Returns when they end."""
-
-    def took(self, unit: SimulatedUnit) -> None:
-        """A unit has its parameters, maybe from a message with others."""
-
     def move(self, group: SimulatedGroup) -> None:
         """Move a reduced gradient to the host."""
 
 
-class SimulatedUnit(Residency):
+class SimulatedUnit:
     """A unit. Counts the bytes and the time of its parameters."""
 
-    version = 0
-    is_stale = has_streams = trainable = all_trainable = False  # the last three: see __init__
-
-    def __init__(self, costs: UnitCosts, model: Rank) -> None:
-        super().__init__()
+    def __init__(self, index: int, costs: UnitCosts, model: Rank) -> None:
         groups = costs.groups
-        self.costs, self.has_streams = costs, model.has_streams
+        self.index, self.costs = index, costs
         self._account, self._model = model.account, model
-        self.sizes = costs.sizes
-        self.is_root, self.trainable = costs.is_root, costs.trainable
-        self.all_trainable = all(group.trainable for group in groups)
-        self.reshard_after_forward = not costs.keeps
-        self.reshard_after_backward = model.how.row.cuts_parameters
-        self.is_encoded = any(group.gather_message is not None for group in groups)
         self._message_bytes = sum(group.gather_message or 0 for group in groups)
         # Without streams, parameters that are not sharded keep their memory from step to step.
         self._stays = not model.has_streams and not model.how.row.cuts_parameters
         lasting = sum(self._lasting_bytes(group) for group in groups)
         self._account.add(GATHERED, lasting)
         self._full_bytes = self._num_bytes - lasting
-        self._arrives: float | None = None  # None: it is sharded
+        self._arrives = 0.0
         self._is_decoded = False
         self.backward_left_s = 0.0
         self.later_left = self.left = 0  # elements of gradients that are to come in a backward
@@ -83,25 +66,20 @@ class SimulatedUnit(Residency):
     def _lasting_bytes(self, group: GroupCosts) -> int:
         return group.full_bytes if self._stays and not self._is_one(group) else 0
 
-    @property
-    def is_sharded(self) -> bool:
-        return self._arrives is None
+    def gather(self, arrives: float, *, in_backward: bool) -> None:
+        """Its all-gather is under way, and ends then."""
+        self._arrives = arrives
+        if not in_backward:
+            self._account.add(KEPT, self._message_bytes)
+        for group in self.costs.groups:
+            if group.gather_message is not None:
+                self._account.add(GATHERED, group.gather_message * group.num_shards)
+            elif not self._is_one(group):
+                self._account.add(GATHERED, group.full_bytes - self._lasting_bytes(group))
 
-    def start_unshard(self, *, in_backward: bool = False) -> None:
-        if self._arrives is None and self.sizes:
-            self._arrives = self._model.gather(self)
-            if not in_backward:
-                self._account.add(KEPT, self._message_bytes)
-            for group in self.costs.groups:
-                if group.gather_message is not None:
-                    self._account.add(GATHERED, group.gather_message * group.num_shards)
-                elif not self._is_one(group):
-                    self._account.add(GATHERED, group.full_bytes - self._lasting_bytes(group))
-
-    def wait_for_unshard(self) -> None:
-        """Decode the messages to parameters."""
-        if self._arrives is not None:
-            self._model.clock.wait(self._arrives)
+    def wait(self) -> None:
+        """Wait for it, and decode the messages to parameters."""
+        self._model.clock.wait(self._arrives)
         if not self._is_decoded:
             self._is_decoded = True
             for group in self.costs.groups:
@@ -109,31 +87,22 @@ class SimulatedUnit(Residency):
                 if group.gather_message is not None:
                     self._account.add(GATHERED, group.full_bytes - self._lasting_bytes(group))
                     self._account.drop(GATHERED, group.gather_message * group.num_shards)
-        self._model.took(self)
 
-    def keeps_no_message(self) -> None:
+    def drop_message(self) -> None:
+        """No backward will send its message again."""
         self._account.drop(KEPT, self._message_bytes)
 
-    def join_unshard(self) -> None: ...
-
-    def park(self) -> None: ...
-
     def free(self) -> None:
-        if self._arrives is not None:
-            self._arrives, self._is_decoded = None, False
-            self._account.drop(GATHERED, self._full_bytes)
-
-    def free_but_part(self) -> None:
-        self.free()
+        """Free the parameters."""
+        self._is_decoded = False
+        self._account.drop(GATHERED, self._full_bytes)
 
 
-class SimulatedGroup(Reduction):
+class SimulatedGroup:
     """A group. Counts the bytes and the time of its gradients."""
 
-    has_gradients = False
-
-    def __init__(self, number: int, unit: SimulatedUnit, group: GroupCosts, model: Rank) -> None:
-        self.number, self.unit, self.of = number, unit, group
+    def __init__(self, group: GroupCosts, model: Rank) -> None:
+        self.of = group
         self._account, self._model = model.account, model
         self._sum_bytes = group.inner_elements * group.reduce_dtype.itemsize
         # With one rank there is nothing to sum, and the copy of the gradients becomes ``.grad``. On
@@ -152,10 +121,6 @@ class SimulatedGroup(Reduction):
         self._waits = False  # for gradients of later micro-batches
         self._has_sums = self._has_gradient = self._is_used = False
         self._ends = 0.0
-        size = group.inner_elements * group.copied_dtype.itemsize
-        if not model.has_streams and group.num_shards > 1:
-            kind = (group.copied_dtype, group.reduce_dtype)
-            self.sendable = sendable_if_small(size, group.num_shards, kind, model.how.small_bytes)
 
     @property
     def sent_bytes(self) -> int:
@@ -233,10 +198,8 @@ class SimulatedGroup(Reduction):
         if self.of.num_shards == 1:  # the sum over the replicas need not wait
             self.finish()
 
-    def has_arrived(self) -> bool:
-        return True
-
     def finish(self) -> None:
+        """Wait for it, if it is under way."""
         group, account, model = self.of, self._account, self._model
         if not self._is_under_way:
             return

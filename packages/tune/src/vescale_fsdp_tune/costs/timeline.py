@@ -67,19 +67,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vescale_fsdp.program import (
-    Bundles,
-    Executor,
-    Names,
-    Passes,
-    Program,
-    Record,
-    Reduction,
-    Residency,
-    Sendable,
-    policy_of,
-    sendable_if_small,
-)
+from vescale_fsdp.program import Act, Action, Rehearsal, RehearsedUnit, Sendable, sendable_if_small
 from vescale_fsdp_tune.costs.account import (
     COMPUTE,
     COPIES,
@@ -96,7 +84,7 @@ from vescale_fsdp_tune.costs.account import (
 from vescale_fsdp_tune.costs.model import Event, Trace
 from vescale_fsdp_tune.costs.simulated import SimulatedGroup, SimulatedUnit
 from vescale_fsdp_tune.costs.traces import runs_in_order
-from vescale_fsdp_tune.costs.units import HOST, SHARDS, How, UnitCosts
+from vescale_fsdp_tune.costs.units import HOST, SHARDS, GroupCosts, How, UnitCosts
 
 
 class Step(NamedTuple):
@@ -128,14 +116,8 @@ class _Message:
     num_left: int
 
 
-class _Call:
-    """Stands for a forward in the autograd graph."""
-
-    pass_number = 0
-
-
-class _Model(Executor):
-    """Runs the step of a model on one simulated rank."""
+class _Model:
+    """The step of a model on one simulated rank: memory and time of what the engine does."""
 
     def __init__(self, costs: Sequence[UnitCosts], how: How) -> None:
         self.how, self.has_streams = how, how.backend == "nccl"
@@ -145,32 +127,54 @@ class _Model(Executor):
         self.kept: list[SimulatedGroup] = []
         self._moving: SimulatedGroup | None = None  # to the host
         self._moves_until = 0.0
-        self._units = [SimulatedUnit(each, self) for each in costs]
-        # Trainable ones, by unit and place in it.
+        self._units = [SimulatedUnit(index, each, self) for index, each in enumerate(costs)]
+        # Trainable ones, by unit and place in it, and by number.
         self._groups: dict[tuple[int, int], SimulatedGroup] = {}
+        self._numbered: dict[int, SimulatedGroup] = {}
         number = 0
-        for index, unit in enumerate(self._units):
-            for place, group in enumerate(unit.costs.groups):
+        for index, unit in enumerate(costs):
+            for place, group in enumerate(unit.groups):
                 if group.trainable:
-                    self._groups[index, place] = SimulatedGroup(number, unit, group, self)
+                    made = SimulatedGroup(group, self)
+                    self._groups[index, place] = self._numbered[number] = made
                 number += 1
+        self._synchronizes = True
         self._has_inner = False  # whether shards were gathered over the outer axis
         self._inner_ends: dict[int, float] = {}  # by unit
-        self._bundles: Bundles | None = None
         self._sent: dict[int, float] = {}  # units that were sent with others
         self._messages: dict[int, _Message] = {}  # by unit that has not taken its part
-        names = ["", *(f"units.{number}" for number in range(1, len(costs)))]
-        empty = {number for number, each in enumerate(costs) if not each.groups}
-        policy = policy_of(
-            how.in_flight, [], has_streams=self.has_streams, small_bytes=how.small_bytes
+        self._engine = Rehearsal(
+            [self._rehearsed(unit) for unit in costs],
+            in_flight=how.in_flight,
+            has_streams=self.has_streams,
+            reshards=how.row.cuts_parameters,
+            reduces_always=how.row.cuts_gradients,
+            sends_small=bool(how.small_bytes),
         )
-        kinds = ["Unit"] * len(names)
-        self._passes = Passes(
-            self._units, Names(names, kinds, empty), self, policy, can_settle=True, trusts=True
-        )
-        trained = [index for index, unit in enumerate(self._units) if unit.trainable]
+        trained = [index for index, unit in enumerate(costs) if unit.trainable]
         # Backward does not reach frozen units before the first trainable one.
         self._first = max(trained[0], 1) if trained else len(costs)
+
+    def _rehearsed(self, unit: UnitCosts) -> RehearsedUnit:
+        groups, small = unit.groups, self.how.small_bytes
+        is_plain = groups and not any(group.gather_message is not None for group in groups)
+
+        def reduces(group: GroupCosts) -> Sendable | None:
+            if self.has_streams or group.num_shards == 1:
+                return None
+            size = group.inner_elements * group.copied_dtype.itemsize
+            kind = (group.copied_dtype, group.reduce_dtype)
+            return sendable_if_small(size, group.num_shards, kind, small)
+
+        size = sum(group.gathered_message for group in groups)
+        most = max((group.num_shards for group in groups), default=1)
+        return RehearsedUnit(
+            sizes=unit.sizes,
+            trainable=[group.trainable for group in groups],
+            keeps=unit.keeps,
+            gather=sendable_if_small(size, most, None, small) if is_plain else None,
+            reduces=[reduces(group) for group in groups],
+        )
 
     def step(self, trace: Trace | None) -> Step:
         """Simulate a step. With ``in_flight`` of 3 or more, or another order, it is the second.
@@ -195,8 +199,8 @@ class _Model(Executor):
         more, forwards, backwards = self.how.micro_batches - 1, list[int](), list[int]()
         for number in range(min(more, 2) + 1):
             is_last = number == min(more, 2)
-            for unit in self._units:
-                unit.requires_gradient_sync = is_last
+            self._synchronizes = is_last
+            self._engine.begin(synchronizes=is_last)
             before = dict(self.clock.seconds)
             forward_gathers = self._micro_batch(trace)
             repeats = more - 1 if number == 1 and not is_last else 1  # the others are like this one
@@ -210,16 +214,15 @@ class _Model(Executor):
         self.gathers = []
         if trace is not None:
             return self._replay(trace)
-        calls = self._forward()
+        self._forward()
         forward_gathers, self.gathers = self.gathers, []
-        if any(unit.trainable for unit in self._units):
-            self._backward(calls)
+        if any(unit.costs.trainable for unit in self._units):
+            self._backward()
         return forward_gathers
 
     def _replay(self, trace: Trace) -> list[int]:
         """Simulate the events of a trace. Returns the all-gathers of its forward."""
-        account, passes = self.account, self._passes
-        calls: dict[int, _Call] = {}
+        account, engine = self.account, self._engine
         takers: set[int] = set()  # calls with an input that wants a gradient
         begun: dict[int, int] = {}  # units, with the calls whose backwards run
         running: list[SimulatedUnit] = []
@@ -230,43 +233,45 @@ class _Model(Executor):
             if moment.event is Event.FORWARD:
                 running.append(unit)
                 account.when = f"the forward of {unit.costs.title}"
-                unit.open_calls.add(calls.setdefault(moment.call, _Call()))
-                passes.before_forward(unit, "forward", True)
+                self._do(engine.before_forward(unit.index, moment.call))
             elif moment.event is Event.END_OF_FORWARD:
                 self._compute_forward(unit)
-                is_closed = not (moment.takes_gradients or unit.trainable)
-                passes.after_forward(unit, is_closed=is_closed, is_visited=moment.is_reachable)
+                done = engine.after_forward(
+                    unit.index,
+                    moment.call,
+                    is_closed=not (moment.takes_gradients or unit.costs.trainable),
+                    is_visited=moment.is_reachable,
+                    is_reachable=moment.is_reachable,
+                )
+                self._do(done)
                 if moment.takes_gradients:
                     takers.add(moment.call)
-                if not moment.is_reachable:
-                    unit.open_calls.discard(calls[moment.call])
                 running.remove(unit)
                 if running:
                     account.when = f"the forward of {running[-1].costs.title}"
             elif moment.event is Event.BACKWARD:
                 if forward_gathers is None:
                     forward_gathers, self.gathers = self.gathers, []
-                    passes.begin_backward()
+                    self._enter_backward()
                 running.append(unit)
                 account.when = f"the backward of {unit.costs.title}"
-                unit.enter_backward(calls[moment.call])
-                passes.before_backward(unit)
+                self._do(engine.before_backward(unit.index, moment.call))
                 self._begin_backward(unit)
                 begun[unit.index] = moment.call
             elif moment.event is Event.GRADIENT:
                 self._gradient(moment.unit, moment.group, moment.num_elements)
                 # Without a gradient for an input, it ends with the last one of a parameter.
                 if not unit.left and unit in running and begun[unit.index] not in takers:
-                    self._end_backward(unit, calls[begun[unit.index]])
+                    self._end_backward(unit, begun[unit.index])
             elif moment.event is Event.END_OF_BACKWARD:
-                self._end_backward(unit, calls[moment.call])
+                self._end_backward(unit, moment.call)
                 running.remove(unit)
                 account.when = f"the backward of {running[-1].costs.title}"
         if forward_gathers is None:  # nothing is trained
             forward_gathers, self.gathers = self.gathers, []
         else:
             account.when = "the end of the backward"
-            passes.end_backward()
+            self._do(engine.finish_backward())
         return forward_gathers
 
     # Compute
@@ -288,11 +293,10 @@ class _Model(Executor):
         self.clock.spend(COMPUTE, unit.backward_left_s)
         unit.backward_left_s = 0.0
 
-    def _end_backward(self, unit: SimulatedUnit, call: _Call) -> None:
+    def _end_backward(self, unit: SimulatedUnit, call: int) -> None:
         self._end_compute(unit)
         self._take(unit)
-        if unit.leave_backward(call):
-            self._passes.after_backward(unit)
+        self._do(self._engine.after_backward(unit.index, call))
 
     def _take(self, unit: SimulatedUnit) -> None:
         """A node of autograd gives the engine what has come of its gradients (`engine.gather`)."""
@@ -303,7 +307,7 @@ class _Model(Executor):
     def _gradient(self, index: int, place: int, num_elements: int) -> None:
         unit, group = self._units[index], self._groups[index, place]
         if unit.backward_left_s:
-            seconds = unit.costs.backward_s * num_elements / max(sum(unit.sizes), 1)
+            seconds = unit.costs.backward_s * num_elements / max(sum(unit.costs.sizes), 1)
             seconds = min(seconds, unit.backward_left_s)
             self.clock.spend(COMPUTE, seconds)
             unit.backward_left_s -= seconds
@@ -313,67 +317,99 @@ class _Model(Executor):
             unit.later_left -= num_elements
             if unit.later_left <= 0:
                 self._take(unit)
-                if self._passes.window.gradient_arrived(unit, sum(unit.sizes)):
-                    self._passes.take_turn()
+                self._do(self._engine.half_of_gradients(index))
 
     # A model whose units run in order
 
-    def _forward(self) -> list[_Call]:
-        calls = [_Call() for _ in self._units]
-        for unit, call in zip(self._units, calls, strict=True):
+    def _forward(self) -> None:
+        for unit in self._units:
             self.account.when = f"the forward of {unit.costs.title}"
-            unit.open_calls.add(call)
-            self._passes.before_forward(unit, "forward", True)
+            self._do(self._engine.before_forward(unit.index, unit.index))
             if unit.index:
                 self._end_forward(unit)
         self._end_forward(self._units[0])
-        return calls
 
     def _end_forward(self, unit: SimulatedUnit) -> None:
         self._compute_forward(unit)
-        comes_back = unit.index == 0 or unit.index >= self._first
-        is_closed = not unit.trainable and (unit.is_root or not comes_back)
-        self._passes.after_forward(unit, is_closed=is_closed, is_visited=comes_back)
+        index = unit.index
+        comes_back = index == 0 or index >= self._first
+        is_closed = not unit.costs.trainable and (index == 0 or not comes_back)
+        done = self._engine.after_forward(index, index, is_closed=is_closed, is_visited=comes_back)
+        self._do(done)
 
-    def _backward(self, calls: Sequence[_Call]) -> None:
-        self._passes.begin_backward()
+    def _backward(self) -> None:
+        self._enter_backward()
         for index in (0, *range(len(self._units) - 1, self._first - 1, -1)):
             unit = self._units[index]
             self.account.when = f"the backward of {unit.costs.title}"
-            unit.enter_backward(calls[index])
-            self._passes.before_backward(unit)
+            self._do(self._engine.before_backward(index, index))
             self._begin_backward(unit)
             for place, elements in unit.costs.gradients:
                 self._gradient(index, place, elements)
             if index:
-                self._end_backward(unit, calls[index])
+                self._end_backward(unit, index)
         self.account.when = "the end of the backward"
         root = self._units[0]
-        if root.trainable:  # it was called first, so its nodes run last
-            self._end_backward(root, calls[0])
-        self._passes.end_backward()
+        if root.costs.trainable:  # it was called first, so its nodes run last
+            self._end_backward(root, 0)
+        self._do(self._engine.finish_backward())
+
+    def _enter_backward(self) -> None:
+        waits = not (self._synchronizes or self.how.row.cuts_gradients)
+        for group in self._groups.values():
+            group.settle(waits=waits)
+        self._do(self._engine.begin_backward())
+
+    # What the engine does
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        """Count the bytes and the seconds of what the engine does."""
+        for act, index, items, in_backward in actions:
+            if act is Act.GATHER:
+                self._gather(self._units[index], items, in_backward=in_backward)
+            elif act is Act.WAIT:
+                self._units[index].wait()
+                self._took(index)
+            elif act is Act.DROP_MESSAGE:
+                self._units[index].drop_message()
+            elif act is Act.FREE:
+                self._units[index].free()
+            elif act is Act.REDUCE:
+                self._reduce([self._numbered[number] for number in items])
+            elif act is Act.FINISH:
+                self._numbered[items[0]].finish()
+            elif act is Act.BEGIN_PASS:
+                self._gather_inner()
+            elif act is Act.END_WALK:
+                self._sent.clear()
+                for left in [*self._messages]:
+                    self._took(left)
+            else:
+                assert act is Act.END_BACKWARD, act
+                self._finish_backward()
 
     # Communication
 
-    def gather(self, unit: SimulatedUnit) -> float:
-        """Issue the all-gathers of a unit. Returns when they end."""
+    def _gather(self, unit: SimulatedUnit, items: Sequence[int], *, in_backward: bool) -> None:
         self.gathers.append(unit.index)
-        together = None if self._bundles is None else self._bundles.send_with(unit.index)
-        if together is None:
-            return self._gather_units([unit])
-        if together:
-            units = [self._units[index] for index in together]
-            ends = self._gather_units(units, is_one=True)
-            self._sent.update(dict.fromkeys(together, ends))
-            groups = [group for each in units for group in each.costs.groups]
-            message = _Message(sum(g.gathered_message * g.num_shards for g in groups), len(units))
-            self._messages.update(dict.fromkeys(together, message))
-            self.account.add(GATHERED, message.num_bytes)
-        return self._sent.pop(unit.index)
+        if len(items) == 1:
+            ends = self._gather_units([unit])
+        else:
+            if items:
+                units = [self._units[index] for index in items]
+                ends = self._gather_units(units, is_one=True)
+                self._sent.update(dict.fromkeys(items, ends))
+                groups = [group for each in units for group in each.costs.groups]
+                num_bytes = sum(group.gathered_message * group.num_shards for group in groups)
+                message = _Message(num_bytes, len(units))
+                self._messages.update(dict.fromkeys(items, message))
+                self.account.add(GATHERED, message.num_bytes)
+            ends = self._sent.pop(unit.index)
+        unit.gather(ends, in_backward=in_backward)
 
-    def took(self, unit: SimulatedUnit) -> None:
+    def _took(self, index: int) -> None:
         """A unit has its parameters. The last one frees the message that they were in."""
-        message = self._messages.pop(unit.index, None)
+        message = self._messages.pop(index, None)
         if message is not None:
             message.num_left -= 1
             if not message.num_left:
@@ -401,16 +437,8 @@ class _Model(Executor):
             self.account.drop(REDUCED, before.of.shard_bytes)
         self._moves_until = self.clock.issue(HOST, group.of.seconds.host_s)
 
-    # Methods of an executor. All ranks are assumed to be equal.
-
-    def settle(self, mine: Record, timeout_s: float | None) -> Record:
-        return mine
-
-    def compare(self, entries: Sequence[str], unit: Residency | None) -> None: ...
-
-    def stall(self) -> None: ...
-
-    def begin_pass(self, first: Residency) -> None:
+    def _gather_inner(self) -> None:
+        """Gather shards over the outer axis, once in a step."""
         if self.how.num_outer > 1 and not self._has_inner:
             self._has_inner = True
             for unit in self._units:
@@ -420,35 +448,7 @@ class _Model(Executor):
                     ends = self.clock.issue(self.how.replica_network, seconds)
                     self._inner_ends[unit.index] = ends
 
-    def begin_walk(self, program: Program, *, in_backward: bool) -> None:
-        if self.how.small_bytes and not self.has_streams:
-            self._bundles = Bundles(program, self._sendable_of)
-
-    def _sendable_of(self, index: int) -> Sendable | None:
-        unit = self._units[index]
-        size = sum(group.gathered_message for group in unit.costs.groups)
-        if unit.is_encoded or not size:
-            return None
-        num_ranks = max(group.num_shards for group in unit.costs.groups)
-        return sendable_if_small(size, num_ranks, None, self.how.small_bytes)
-
-    def end_walk(self) -> None:
-        self._bundles = None
-        self._sent.clear()
-        for index in [*self._messages]:
-            self.took(self._units[index])
-
-    def due(self) -> Sequence[Reduction]:
-        found = []
-        for group in self._groups.values():
-            reduces = group.unit.requires_gradient_sync or self.how.row.cuts_gradients
-            group.settle(waits=not reduces)
-            if reduces:
-                found.append(group)
-        return found[::-1]
-
-    def start_reductions(self, batch: Sequence[Reduction]) -> None:
-        groups = [group for group in batch if isinstance(group, SimulatedGroup)]
+    def _reduce(self, groups: Sequence[SimulatedGroup]) -> None:
         is_one = self.has_streams or len(groups) > 1
         first = groups[0].of.seconds
         self.clock.spend(ENGINE, first.collective_s)
@@ -463,7 +463,7 @@ class _Model(Executor):
         for group in groups:
             group.expect(ends)
 
-    def end_backward(self) -> None:
+    def _finish_backward(self) -> None:
         for group in self.summing:
             group.finish_sum()
         if self._moving is not None:
@@ -474,7 +474,7 @@ class _Model(Executor):
             group.publish()
         self.summing.clear()
         self.kept.clear()
-        if self._has_inner and self._units[0].requires_gradient_sync:
+        if self._has_inner and self._synchronizes:
             self._has_inner = False
             groups = (group for unit in self._units for group in unit.costs.groups)
             self.account.drop(INNER, sum(group.gathered_message for group in groups))
