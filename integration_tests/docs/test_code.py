@@ -137,6 +137,7 @@ def write_files(folder: Path) -> dict[Path, Block]:
         for name, value in documented()
         if name.rpartition(".")[0] in sys.modules
     }
+    ours["fully_shard"] = "from vescale_fsdp import fully_shard"  # not that of tune
     files = {}
     for page, found in groupby(all_blocks(), lambda block: block.page):
         imports = {} if page.endswith(".md") else ours  # a docstring imports nothing
