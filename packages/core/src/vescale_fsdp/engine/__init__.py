@@ -65,10 +65,9 @@ from vescale_fsdp.engine.quantized import (
 )
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
 from vescale_fsdp.engine.remesh import check_remesh, remesh
-from vescale_fsdp.engine.statistics import follows_statistics
 from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank, materialize
-from vescale_fsdp.engine.unit import units_in, unreduced_parameters
+from vescale_fsdp.engine.unit import follows_statistics, units_in, unreduced_parameters
 
 __all__ = [
     "HEADS",

@@ -49,8 +49,7 @@ from vescale_fsdp.engine.quantized import (
 )
 from vescale_fsdp.engine.quantized_weight import CodedGroup
 from vescale_fsdp.engine.shadows import refuse_hidden
-from vescale_fsdp.engine.statistics import follows_statistics, has_statistics
-from vescale_fsdp.engine.unit import Unit
+from vescale_fsdp.engine.unit import Unit, follows_statistics, has_statistics
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 

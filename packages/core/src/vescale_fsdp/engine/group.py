@@ -155,7 +155,7 @@ class Group:
         self._part_in_flight: torch.Tensor | None = None
         narrowest = min(self._narrowest, *(p.data.element_size() for p in params))
         self._alignment = _ALIGNMENT_BYTES // narrowest
-        self.follows_statistics = False  # whether ``compute_dtype`` may change (`statistics`)
+        self.follows_statistics = False  # whether `Unit` may change ``compute_dtype``
         self.fsdp_params: list[FSDPParam] = []
         self._specs = [TensorSpec(p.fqn, p.parts[0], p.block) for p in params]
         shapes = [p.data.shape for p in params]
