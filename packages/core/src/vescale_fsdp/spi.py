@@ -10,7 +10,7 @@ are provisional: they may change in each version, and nothing else should use th
   collectives, and the boundaries of a unit in autograd.
 """
 
-from vescale_fsdp import devices, engine
+from vescale_fsdp import devices
 from vescale_fsdp.backends import backend_name, backends_of, is_fake
 from vescale_fsdp.checkpoint import parts, unread
 from vescale_fsdp.checkpoint.contents import (
@@ -83,6 +83,7 @@ from vescale_fsdp.engine import (
     follows_statistics,
     leave,
     map_tensors,
+    remesh,
     tensors_requiring_grad,
     units_in,
     unreduced_parameters,
@@ -90,8 +91,6 @@ from vescale_fsdp.engine import (
 from vescale_fsdp.ragged import Blocks, access_of
 from vescale_fsdp.ranks import AbsentError, Ranks, everyone, limit_s, over, threads, waits
 from vescale_fsdp.ranks.collectives import all_reduce, new_gloo_group
-
-remesh = engine.remesh  # not imported: a file has that name, too
 
 __all__ = [
     "MANIFEST", "MIN_BYTES", "PER_RANK", "REDUCES_IN_OWN_DTYPE", "SEALS", "AbsentError", "Axes",

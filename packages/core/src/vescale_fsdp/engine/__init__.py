@@ -19,8 +19,8 @@ Read in this order; each file is one concept.
   gradients).
 - What keeps ranks together: `agreement` (what they compare before collectives) and `settling` (of
   a step), through `vescale_fsdp.ranks` (a floor of its own).
-- `remesh` moves all of it to another number of ranks; `late` takes in modules that were added, and
-  finds parameters in no unit; `first_backward` finds what a first backward did not train.
+- `remeshing` moves all of it to another number of ranks; `late` takes in modules that were added,
+  and finds parameters in no unit; `first_backward` finds what a first backward did not train.
 - What users call: `methods`, `tuning`, `clip`, `finite`, `streaming` (whole parameters, in
   `buckets`), `profiling`.
 """
@@ -64,7 +64,7 @@ from vescale_fsdp.engine.quantized import (
     QuantizedReduce,
 )
 from vescale_fsdp.engine.quantized_weight import QuantizedWeight
-from vescale_fsdp.engine.remesh import check_remesh, remesh
+from vescale_fsdp.engine.remeshing import check_remesh, remesh
 from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank, materialize
 from vescale_fsdp.engine.unit import follows_statistics, units_in, unreduced_parameters
