@@ -33,7 +33,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp import compat, devices, transfers
 from vescale_fsdp.backends import collective_device
 from vescale_fsdp.dbuffer import (
-    BlockCodec,
     Codec,
     Comm,
     DBuffer,
@@ -224,8 +223,11 @@ class Group:
 
     def _set_codec(self) -> None:
         codings = [gather for gather, _ in self.codings]
-        is_coded = any(codings)
-        self.codec = BlockCodec(self.layout, codings, self.buffer.full_dtype) if is_coded else None
+        self.codec = None
+        if any(codings):
+            from vescale_fsdp.dbuffer import BlockCodec
+
+            self.codec = BlockCodec(self.layout, codings, self.buffer.full_dtype)
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
         """Change the dtype of the unsharded parameters. The shards stay. No communication."""

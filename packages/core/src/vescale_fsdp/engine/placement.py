@@ -104,6 +104,56 @@ def placement_of(
     return axes, None if isinstance(param, DTensor) and dim == 0 else dim
 
 
+def gathers_itself(param: nn.Parameter, dim: int | None, fqn: str) -> bool:
+    """Whether a parameter needs its own group with its own all-gather.
+
+    A wrapper of other tensors does, because it cannot be in a flat buffer. It may get the methods
+    until the first all-gather. Without them its values are sent, and forward gets a plain tensor. A
+    subclass without ``__torch_dispatch__`` does not: DTensor cannot hold it, so it is sharded as a
+    plain tensor, as with FSDP2.
+
+    Args:
+        dim: d of ``Shard(d)``, if ``shard_placement_fn`` returns that.
+
+    Raises:
+        AssertionError: it has only one of the two methods.
+        ValueError: it is a scalar, which has no rows.
+        NotImplementedError: it is to be sharded along a dimension other than the first.
+    """
+    with compat.without_torch_function():  # a DTensor holds what dispatch preserves
+        local = local_data(param)
+    if not (has_gather_methods(local, fqn) or compat.is_wrapper(local)):
+        return False
+    if param.dim() == 0:
+        raise ValueError(
+            f"fully_shard doesn't support scalar parameters of a tensor subclass. Change {fqn} to "
+            "a 1D tensor with numel equal to 1."
+        )
+    if dim:
+        raise NotImplementedError(
+            f"fully_shard: shard_placement_fn wants Shard({dim}) for {fqn!r}, a "
+            f"{type(local).__name__} that gathers itself, by rows; return None or Shard(0) for it"
+        )
+    return True
+
+
+def has_gather_methods(local: torch.Tensor, fqn: str) -> bool:
+    """Whether a tensor has FSDP2's two extension methods (see `extension`).
+
+    Raises:
+        AssertionError: it has only one of them.
+    """
+    has_pre = hasattr(local, "fsdp_pre_all_gather")
+    has_post = hasattr(local, "fsdp_post_all_gather")
+    if has_pre != has_post:
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
+            f"all-gather extensions: {type(local).__name__}, of parameter {fqn!r}, has only "
+            f"fsdp_{'pre' if has_pre else 'post'}_all_gather"
+        )
+    return has_pre
+
+
 def even_chunks(specs: list[TensorSpec], num_shards: int) -> ShardLayout:
     """Return the layout of ``Shard`` for one tensor: equal numbers of rows, the last ones fewer."""
     (spec,) = specs

@@ -59,7 +59,7 @@ class Running:
         is_in_pass: whether it is part of a pass; else a backward runs it again.
         range: of profilers, from the beginning of the outermost to its end.
         call: of the outermost, if a backward may come back to it (`boundary.Call`).
-        aside: a context around one that a checkpoint runs again (`activations.aside`).
+        aside: a context around one that a checkpoint runs again (`activations.Offload`).
         shared: the call of modules of the unit that have run in this pass, if it has several.
         modules_left: ids of modules of the unit that are still to run in this pass.
         substitutes: what each has made of tensors that stand in for parameters, by depth.
