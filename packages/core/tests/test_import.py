@@ -60,6 +60,13 @@ def test_packages_load_at_first_use() -> None:
     assert "vescale_fsdp.optim" in of_use
 
 
+def test_engine_loads_few_files() -> None:
+    (loaded,) = loaded_after("import vescale_fsdp.engine")
+    ours = sorted(name for name in loaded if name.partition(".")[0] == "vescale_fsdp")
+    assert len(ours) <= 90, f"{len(ours)} files are loaded:\n" + "\n".join(ours)
+    assert not [name for name in ours if name.startswith("vescale_fsdp.testing")]
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_resolves(package: str) -> None:
     module = importlib.import_module(package)

@@ -10,7 +10,7 @@ are provisional: they may change in each version, and nothing else should use th
   collectives, and the boundaries of a unit in autograd.
 """
 
-from vescale_fsdp import devices, engine
+from vescale_fsdp import devices
 from vescale_fsdp.backends import backend_name, backends_of, is_fake
 from vescale_fsdp.checkpoint import parts, unread
 from vescale_fsdp.checkpoint.contents import (
@@ -66,49 +66,39 @@ from vescale_fsdp.compat import (
 from vescale_fsdp.dbuffer import BlockCodec, Coding, Comm, checked_block, pool_for
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.engine import (
-    Axes,
-    Call,
     GranularityPolicy,
-    Kept,
-    Offload,
-    Roles,
-    asked_block,
-    check_arguments,
-    check_engine_arguments,
     check_reduced,
     check_remesh,
-    checked_modules,
-    comm_for,
-    default_mesh,
-    enter,
-    follows_statistics,
-    leave,
     map_tensors,
-    tensors_requiring_grad,
-    units_in,
+    remesh,
     unreduced_parameters,
 )
+from vescale_fsdp.engine.activations import Kept, Offload
+from vescale_fsdp.engine.api import default_mesh
+from vescale_fsdp.engine.arguments import check_arguments, check_engine_arguments, checked_modules
+from vescale_fsdp.engine.axes import Axes, comm_for
+from vescale_fsdp.engine.boundary import Call, enter, leave
+from vescale_fsdp.engine.containers import tensors_requiring_grad
+from vescale_fsdp.engine.granularity import Roles, asked_block
+from vescale_fsdp.engine.unit import follows_statistics, units_in
 from vescale_fsdp.ragged import Blocks, access_of
 from vescale_fsdp.ranks import AbsentError, Ranks, everyone, limit_s, over, threads, waits
 from vescale_fsdp.ranks.collectives import all_reduce, new_gloo_group
 
-remesh = engine.remesh  # not imported: a file has that name, too
-
 __all__ = [
-    "MANIFEST", "PER_RANK", "REDUCES_IN_OWN_DTYPE", "SEALS", "AbsentError", "Axes",
-    "BlockCodec", "Blocks", "Call", "Coding", "Comm", "Contents", "DataReader", "FileStore",
-    "GranularityPolicy", "Kept", "LocalFiles", "LocalPlan", "Manifest", "MetadataUnpickler",
-    "NamedOptimizer", "Offload", "Optimizers", "Ranks", "Roles", "Seal", "Span", "Stateful",
-    "Store", "TensorEntry", "TorchDispatchMode", "Variant", "Waitable", "Weights", "access_of", "agents_in",
-    "all_reduce", "asked_block", "backend_name", "backends_of", "begin_load", "begin_save",
-    "bytes_of", "capture", "check_arguments", "check_engine_arguments", "check_reduced",
-    "check_remesh", "checked_block", "checked_modules", "collect", "comm_for",
-    "count_groups_from_zero", "current_backward", "data_name", "default_mesh", "devices", "divide",
-    "enter", "everyone", "finish_saves", "flush", "folder_of", "follows_statistics",
-    "forget_stages", "free_workspaces", "is_fake", "is_stage", "leave", "leave_saves", "limit_s",
-    "load_from", "local_tensor", "map_tensors", "model_state", "named", "new_gloo_group",
-    "open_regular", "over", "parts", "parts_of", "pool_for", "pytree", "read_all", "read_manifest",
-    "read_regular", "recompute", "remesh", "restore", "restorer", "sealed", "seed_for", "size_of",
-    "tensors_requiring_grad", "threads", "units_in", "unread", "unreduced_parameters", "waits",
-    "weights_of", "write_errors",
+    "MANIFEST", "PER_RANK", "REDUCES_IN_OWN_DTYPE", "SEALS", "AbsentError", "Axes", "BlockCodec",
+    "Blocks", "Call", "Coding", "Comm", "Contents", "DataReader", "FileStore", "GranularityPolicy",
+    "Kept", "LocalFiles", "LocalPlan", "Manifest", "MetadataUnpickler", "NamedOptimizer", "Offload",
+    "Optimizers", "Ranks", "Roles", "Seal", "Span", "Stateful", "Store", "TensorEntry",
+    "TorchDispatchMode", "Variant", "Waitable", "Weights", "access_of", "agents_in", "all_reduce",
+    "asked_block", "backend_name", "backends_of", "begin_load", "begin_save", "bytes_of", "capture",
+    "check_arguments", "check_engine_arguments", "check_reduced", "check_remesh", "checked_block",
+    "checked_modules", "collect", "comm_for", "count_groups_from_zero", "current_backward",
+    "data_name", "default_mesh", "devices", "divide", "enter", "everyone", "finish_saves", "flush",
+    "folder_of", "follows_statistics", "forget_stages", "free_workspaces", "is_fake", "is_stage",
+    "leave", "leave_saves", "limit_s", "load_from", "local_tensor", "map_tensors", "model_state",
+    "named", "new_gloo_group", "open_regular", "over", "parts", "parts_of", "pool_for", "pytree",
+    "read_all", "read_manifest", "read_regular", "recompute", "remesh", "restore", "restorer",
+    "sealed", "seed_for", "size_of", "tensors_requiring_grad", "threads", "units_in", "unread",
+    "unreduced_parameters", "waits", "weights_of", "write_errors",
 ]  # fmt: skip

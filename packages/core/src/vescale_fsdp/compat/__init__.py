@@ -39,11 +39,6 @@ from vescale_fsdp.compat.patches import (
     without_step_hooks,
     wrap_from_local,
 )
-from vescale_fsdp.compat.spmd import (
-    is_replicated_type,
-    spmd_types_of,
-    take_spmd_type,
-)
 from vescale_fsdp.compat.tracing import (
     RaggedSpec,
     TraceableDTensor,
@@ -132,7 +127,6 @@ __all__ = [
     "is_functional",
     "is_ignored_by_ddp",
     "is_reduced_by_ddp",
-    "is_replicated_type",
     "is_transforming",
     "is_wrapper",
     "layout_of_name",
@@ -159,12 +153,10 @@ __all__ = [
     "runs_all",
     "set_fsdp2_state",
     "set_versions",
-    "spmd_types_of",
     "storage_info",
     "storages_of",
     "support_foreach",
     "symmetric_pool",
-    "take_spmd_type",
     "takes_functional_gradient",
     "unregister",
     "unregister_recompute",

@@ -19,11 +19,17 @@ Read in this order; each file is one concept.
   gradients).
 - What keeps ranks together: `agreement` (what they compare before collectives) and `settling` (of
   a step), through `vescale_fsdp.ranks` (a floor of its own).
-- `remesh` moves all of it to another number of ranks; `late` takes in modules that were added, and
-  finds parameters in no unit; `first_backward` finds what a first backward did not train.
+- `remeshing` moves all of it to another number of ranks; `late` takes in modules that were added,
+  and finds parameters in no unit; `first_backward` finds what a first backward did not train.
 - What users call: `methods`, `tuning`, `clip`, `finite`, `streaming` (whole parameters, in
   `buckets`), `profiling`.
+
+What a plain training does not use is loaded when it is asked for: by its name below, or by an
+argument of ``fully_shard``.
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -33,82 +39,67 @@ from torch.distributed.fsdp import (
 )
 
 from vescale_fsdp.dbuffer import Residuals
-from vescale_fsdp.engine.activations import Kept, Offload
-from vescale_fsdp.engine.api import default_mesh, fully_shard, refuse_other_engines
-from vescale_fsdp.engine.arguments import check_arguments, check_engine_arguments, checked_modules
-from vescale_fsdp.engine.axes import Axes, comm_for
-from vescale_fsdp.engine.boundary import Call, enter, leave
-from vescale_fsdp.engine.clip import clip_grad_norm_
-from vescale_fsdp.engine.containers import map_tensors, tensors_requiring_grad
-from vescale_fsdp.engine.finite import check_gradients
-from vescale_fsdp.engine.generation import generating
-from vescale_fsdp.engine.granularity import (
-    HEADS,
-    Granularity,
-    GranularityPolicy,
-    Roles,
-    asked_block,
-    callable_units,
-    combine,
-    may_be_hidden,
-    repeated_blocks,
-)
+from vescale_fsdp.engine.api import fully_shard, refuse_other_engines
+from vescale_fsdp.engine.containers import map_tensors
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.late import check_reduced, late_modules
 from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, share_comm_ctx, unsharded
 from vescale_fsdp.engine.ownership import replaced_parameters
-from vescale_fsdp.engine.profiling import profile
-from vescale_fsdp.engine.quantized import (
-    ErrorFeedback,
-    QuantizedGather,
-    QuantizedReduce,
-)
-from vescale_fsdp.engine.quantized_weight import QuantizedWeight
-from vescale_fsdp.engine.remesh import check_remesh, remesh
-from vescale_fsdp.engine.statistics import follows_statistics
-from vescale_fsdp.engine.streaming import stream_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank, materialize
-from vescale_fsdp.engine.unit import units_in, unreduced_parameters
+from vescale_fsdp.engine.unit import unreduced_parameters
+
+if TYPE_CHECKING:
+    from vescale_fsdp.engine.clip import clip_grad_norm_
+    from vescale_fsdp.engine.finite import check_gradients
+    from vescale_fsdp.engine.generation import generating
+    from vescale_fsdp.engine.granularity import (
+        HEADS,
+        Granularity,
+        GranularityPolicy,
+        callable_units,
+        combine,
+        may_be_hidden,
+        repeated_blocks,
+    )
+    from vescale_fsdp.engine.profiling import profile
+    from vescale_fsdp.engine.quantized import ErrorFeedback, QuantizedGather, QuantizedReduce
+    from vescale_fsdp.engine.quantized_weight import QuantizedWeight
+    from vescale_fsdp.engine.remeshing import check_remesh, remesh
+    from vescale_fsdp.engine.streaming import stream_parameters
+
+_HOMES = {  # the files of what is loaded at first use; of all else: granularity
+    "ErrorFeedback": "quantized", "QuantizedGather": "quantized",
+    "QuantizedReduce": "quantized", "QuantizedWeight": "quantized_weight",
+    "check_gradients": "finite", "check_remesh": "remeshing", "clip_grad_norm_": "clip",
+    "generating": "generation", "profile": "profiling", "remesh": "remeshing",
+    "stream_parameters": "streaming",
+}  # fmt: skip
 
 __all__ = [
     "HEADS",
-    "Axes",
     "CPUOffloadPolicy",
-    "Call",
     "DataParallelMeshDims",
     "ErrorFeedback",
     "FSDPModule",
     "Granularity",
     "GranularityPolicy",
-    "Kept",
     "MixedPrecisionPolicy",
-    "Offload",
     "OffloadPolicy",
     "QuantizedGather",
     "QuantizedReduce",
     "QuantizedWeight",
     "Residuals",
-    "Roles",
     "UnshardHandle",
-    "asked_block",
     "blank_tensors",
     "callable_units",
-    "check_arguments",
-    "check_engine_arguments",
     "check_gradients",
     "check_reduced",
     "check_remesh",
-    "checked_modules",
     "clip_grad_norm_",
     "combine",
-    "comm_for",
-    "default_mesh",
-    "enter",
-    "follows_statistics",
     "fully_shard",
     "generating",
     "late_modules",
-    "leave",
     "map_tensors",
     "mark_blank",
     "materialize",
@@ -121,8 +112,12 @@ __all__ = [
     "replaced_parameters",
     "share_comm_ctx",
     "stream_parameters",
-    "tensors_requiring_grad",
-    "units_in",
     "unreduced_parameters",
     "unsharded",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES.get(name, 'granularity')}"), name)

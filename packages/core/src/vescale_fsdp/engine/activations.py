@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -121,6 +122,21 @@ class Offload:
         before = None if self._last is None else self._last()
         self._last = weakref.ref(kept)
         return before
+
+    def aside(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """A context for a forward that a checkpoint around the unit runs again.
+
+        As in the first run, the checkpoint does not see what the unit saves. Of the module's own
+        checkpoint it is to see that.
+        """
+        state = compat.recompute.state(module)
+        if not self.is_active or (state is not None and not state.enable_hook):
+            return nullcontext()
+
+        def pack(tensor: torch.Tensor) -> Any:
+            return _Saved(_Part(None, tensor, False), tensor) if _is_plain(tensor) else tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
 
     def skip_checksums(self, name: str) -> None:
         """Make no checksums any more for this unit, because those of one step were right."""
@@ -347,24 +363,6 @@ class Kept:
             self._coming = None
         for part in list(self._parts.values()):
             part.free()
-
-
-def aside() -> Any:
-    """A context for a forward that a checkpoint around the unit runs again.
-
-    As in the first run, the checkpoint does not see what the unit saves.
-    """
-
-    def pack(tensor: torch.Tensor) -> Any:
-        return _Saved(_Part(None, tensor, False), tensor) if _is_plain(tensor) else tensor
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, _unpack)
-
-
-def recomputes_itself(module: nn.Module) -> bool:
-    """Whether the forward that begins is the recomputation of the module's own checkpoint."""
-    state = compat.recompute.state(module)
-    return state is not None and not state.enable_hook
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from vescale_fsdp import devices
 from vescale_fsdp.dbuffer import plain_tensors
-from vescale_fsdp.engine.activations import Activations, apply_activations, check_activations
 from vescale_fsdp.engine.arguments import (
     axes_of,
     check_arguments,
@@ -31,26 +30,21 @@ from vescale_fsdp.engine.arguments import (
     checked_modules,
 )
 from vescale_fsdp.engine.axes import row_of
-from vescale_fsdp.engine.extension import ExtensionGroup
 from vescale_fsdp.engine.fsdp2_state import register_state, state_of
 from vescale_fsdp.engine.fsdp_param import ParamToShard
-from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.hooks import register_hooks
 from vescale_fsdp.engine.late import mark_managed
 from vescale_fsdp.engine.loading import take_parts_of_loads
 from vescale_fsdp.engine.methods import FSDPModule, swap_class
 from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_shard
-from vescale_fsdp.engine.quantized import (
-    Choice,
-    QuantizedGather,
-    QuantizedReduce,
-    check_quantized,
-)
-from vescale_fsdp.engine.quantized_weight import CodedGroup
 from vescale_fsdp.engine.shadows import refuse_hidden
-from vescale_fsdp.engine.statistics import follows_statistics, has_statistics
-from vescale_fsdp.engine.unit import Unit
+from vescale_fsdp.engine.unit import Unit, follows_statistics, has_statistics
+
+if TYPE_CHECKING:
+    from vescale_fsdp.engine.activations import Activations
+    from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
+    from vescale_fsdp.engine.quantized import QuantizedGather, QuantizedReduce
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 
@@ -191,7 +185,10 @@ def fully_shard(
         refuse_other_engines(each, "for all of it")
     check_arguments(reshard_after_forward, granularity)
     check_engine_arguments(mp_policy, offload_policy, unused, in_flight, broadcast_buffers)
-    check_activations(modules, activations)
+    if activations is not None:
+        from vescale_fsdp.engine.activations import apply_activations, check_activations
+
+        check_activations(modules, activations)
     mesh = default_mesh() if mesh is None else mesh
     axes = axes_of(mesh, dp_mesh_dims)
     row = row_of(sharding, axes.num_axes, accumulate, reshard_after_forward)
@@ -200,9 +197,11 @@ def fully_shard(
         reshard_after_forward = False
     device = devices.current_device(mesh.device_type)
     ignored = set(ignored_params or ())
-    check_quantized(gather_codec, reduce_codec, axes, device)
     codecs = None
-    if gather_codec or reduce_codec:
+    if gather_codec is not None or reduce_codec is not None:
+        from vescale_fsdp.engine.quantized import Choice, check_quantized
+
+        check_quantized(gather_codec, reduce_codec, axes, device)
         codecs = Choice(modules, gather_codec, reduce_codec, device)
     params = params_to_shard(modules, ignored, granularity, axes, shard_placement_fn, codecs)
     _move_buffers(modules, device)
@@ -223,8 +222,9 @@ def fully_shard(
         for group in unit.groups:
             group.gradients.corrects = bool(reduce_codec and reduce_codec.error_feedback)
     mark_taken(params, unit)
-    unit.offloads_activations = apply_activations(modules, activations)
-    unit.recomputes = activations not in (None, "offload")
+    if activations is not None:
+        unit.offloads_activations = apply_activations(modules, activations)
+        unit.recomputes = activations != "offload"
     take_parts_of_loads(unit.fsdp_params())
     for each in modules:
         register_hooks(each)
@@ -321,14 +321,20 @@ def _make_groups(
     rests_on = torch.device("cpu") if offloads else device
     groups = []
     for (on_meta, compute_dtype, is_open, *_), members in by_kind.items():
-        extends = members[0].extends
-        if extends and (members[0].axes.shard is None or members[0].axes.cuts_outside):
-            raise NotImplementedError(
-                f"fully_shard: {members[0].fqn!r} gathers itself, and such a parameter can only be "
-                "sharded over one axis so far; use sharding='zero3' or 'hsdp'"
-            )
-        own = CodedGroup if members[0].stays_coded else Group
-        make = partial(ExtensionGroup, unit.mp_policy) if extends else own
+        make: Callable[..., Group] = Group
+        if members[0].extends:
+            from vescale_fsdp.engine.extension import ExtensionGroup
+
+            if members[0].axes.shard is None or members[0].axes.cuts_outside:
+                raise NotImplementedError(
+                    f"fully_shard: {members[0].fqn!r} gathers itself, and such a parameter can "
+                    "only be sharded over one axis so far; use sharding='zero3' or 'hsdp'"
+                )
+            make = partial(ExtensionGroup, unit.mp_policy)
+        elif members[0].stays_coded:
+            from vescale_fsdp.engine.quantized_weight import CodedGroup
+
+            make = CodedGroup
         groups.append(
             make(
                 members,

@@ -15,7 +15,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from vescale_fsdp import devices
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.engine.granularity import check_granularity
 from vescale_fsdp.engine.unit import Unit, unit_of
 from vescale_fsdp.errors import warn_user
 
@@ -67,17 +66,17 @@ def _check_module(module: object) -> None:
         )
 
 
-def check_arguments(
-    reshard_after_forward: object,
-    granularity: object,
-) -> None:
+def check_arguments(reshard_after_forward: object, granularity: object) -> None:
     """Raise for a wrong ``reshard_after_forward`` or ``granularity``."""
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool | int):
         raise ValueError(
             "reshard_after_forward should be a bool or an int representing the group size to "
             f"reshard to, not {reshard_after_forward}"
         )
-    check_granularity(granularity)
+    if granularity is not None:
+        from vescale_fsdp.engine.granularity import check_granularity
+
+        check_granularity(granularity)
 
 
 def check_engine_arguments(

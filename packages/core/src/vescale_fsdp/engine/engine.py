@@ -18,7 +18,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from vescale_fsdp import compat, devices
 from vescale_fsdp.dbuffer import Comm, hand_back, plain_tensors
-from vescale_fsdp.engine.activations import Offload
 from vescale_fsdp.engine.agreement import fingerprint_of
 from vescale_fsdp.engine.axes import Axes, comm_for
 from vescale_fsdp.engine.first_backward import check_replaced, note_root
@@ -104,7 +103,10 @@ class Engine(Executor):
         )
         self.passes.rank = dist.get_rank()
         self.passes.title = f"model {self.number}"
-        self.activations = Offload()
+        if any(unit.offloads_activations for unit in units):
+            from vescale_fsdp.engine.activations import Offload
+
+            self.activations = Offload()
         self._end: weakref.ref[partial[None]] | None = None  # of the backward that is running
         self.num_backwards = 0
         self._leaves_out = False  # all parameters, in the backward that runs

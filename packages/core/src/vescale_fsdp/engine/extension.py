@@ -34,58 +34,12 @@ from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.fsdp_param import FSDPParam, ParamToShard, carry, checked_local, local_of
 from vescale_fsdp.engine.group import Group
 from vescale_fsdp.engine.guard import Guard, Kind, Outputs
-from vescale_fsdp.engine.placement import local_data, spec_at_rest
+from vescale_fsdp.engine.placement import has_gather_methods, spec_at_rest
 from vescale_fsdp.errors import RankMismatchError
 from vescale_fsdp.planner import ShardLayout
 from vescale_fsdp.program import State
 from vescale_fsdp.ragged import contiguous_strides
 from vescale_fsdp.ranks import merge_pairs, over
-
-
-def gathers_itself(param: nn.Parameter, dim: int | None, fqn: str) -> bool:
-    """Whether a parameter needs its own group with its own all-gather.
-
-    A wrapper of other tensors does, because it cannot be in a flat buffer. It may get the methods
-    until the first all-gather. Without them its values are sent, and forward gets a plain tensor. A
-    subclass without ``__torch_dispatch__`` does not: DTensor cannot hold it, so it is sharded as a
-    plain tensor, as with FSDP2.
-
-    Args:
-        dim: d of ``Shard(d)``, if ``shard_placement_fn`` returns that.
-
-    Raises:
-        AssertionError: it has only one of the two methods.
-        ValueError: it is a scalar, which has no rows.
-        NotImplementedError: it is to be sharded along a dimension other than the first.
-    """
-    with compat.without_torch_function():  # a DTensor holds what dispatch preserves
-        local = local_data(param)
-    if not (_has_methods(local, fqn) or compat.is_wrapper(local)):
-        return False
-    if param.dim() == 0:
-        raise ValueError(
-            f"fully_shard doesn't support scalar parameters of a tensor subclass. Change {fqn} to "
-            "a 1D tensor with numel equal to 1."
-        )
-    if dim:
-        raise NotImplementedError(
-            f"fully_shard: shard_placement_fn wants Shard({dim}) for {fqn!r}, a "
-            f"{type(local).__name__} that gathers itself, by rows; return None or Shard(0) for it"
-        )
-    return True
-
-
-def _has_methods(local: torch.Tensor, fqn: str) -> bool:
-    has_pre, has_post = (
-        hasattr(local, name) for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather")
-    )
-    if has_pre != has_post:
-        raise AssertionError(
-            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
-            f"all-gather extensions: {type(local).__name__}, of parameter {fqn!r}, has only "
-            f"fsdp_{'pre' if has_pre else 'post'}_all_gather"
-        )
-    return has_pre
 
 
 @dataclass(frozen=True)
@@ -194,7 +148,7 @@ class ExtensionGroup(Group):
         """Call the first method. Returns its inputs, and stores its metadata for the second."""
         (fsdp_param,) = self.fsdp_params
         local = fsdp_param.local
-        has_methods = _has_methods(local, fsdp_param.fqn)
+        has_methods = has_gather_methods(local, fsdp_param.fqn)
         if self._offloads:
             local = local.to(self._compute_device, non_blocking=True)
         if not has_methods:

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
 from vescale_fsdp.compat import DTensorSpec
-from vescale_fsdp.dbuffer import Coding
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.placement import (
     annotated_spec,
@@ -43,6 +42,9 @@ from vescale_fsdp.ragged import (
     wrap_replicated,
 )
 from vescale_fsdp.ranks import collectives
+
+if TYPE_CHECKING:
+    from vescale_fsdp.dbuffer import Coding
 
 Site: TypeAlias = tuple["weakref.ref[nn.Module]", str]  # a module and the name it has there
 # How names of attributes begin that are not those of users, but ours and torch's.

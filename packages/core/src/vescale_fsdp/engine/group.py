@@ -33,7 +33,6 @@ from torch.distributed.tensor.placement_types import Placement
 from vescale_fsdp import compat, devices, transfers
 from vescale_fsdp.backends import collective_device
 from vescale_fsdp.dbuffer import (
-    BlockCodec,
     Codec,
     Comm,
     DBuffer,
@@ -155,7 +154,7 @@ class Group:
         self._part_in_flight: torch.Tensor | None = None
         narrowest = min(self._narrowest, *(p.data.element_size() for p in params))
         self._alignment = _ALIGNMENT_BYTES // narrowest
-        self.follows_statistics = False  # whether ``compute_dtype`` may change (`statistics`)
+        self.follows_statistics = False  # whether `Unit` may change ``compute_dtype``
         self.fsdp_params: list[FSDPParam] = []
         self._specs = [TensorSpec(p.fqn, p.parts[0], p.block) for p in params]
         shapes = [p.data.shape for p in params]
@@ -224,8 +223,11 @@ class Group:
 
     def _set_codec(self) -> None:
         codings = [gather for gather, _ in self.codings]
-        is_coded = any(codings)
-        self.codec = BlockCodec(self.layout, codings, self.buffer.full_dtype) if is_coded else None
+        self.codec = None
+        if any(codings):
+            from vescale_fsdp.dbuffer import BlockCodec
+
+            self.codec = BlockCodec(self.layout, codings, self.buffer.full_dtype)
 
     def compute_in(self, dtype: torch.dtype | None) -> None:
         """Change the dtype of the unsharded parameters. The shards stay. No communication."""

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,7 +36,6 @@ from torch.distributed.tensor import DTensor
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import boundary
-from vescale_fsdp.engine.activations import Kept, aside, recomputes_itself
 from vescale_fsdp.engine.arguments import warn_of_settings_below
 from vescale_fsdp.engine.containers import Copies, map_tensors, tensors_requiring_grad
 from vescale_fsdp.engine.engine import Engine, engine_of
@@ -44,11 +43,13 @@ from vescale_fsdp.engine.gather import Gathered
 from vescale_fsdp.engine.late import num_calls, release, with_late_units
 from vescale_fsdp.engine.ownership import follow_ties, refuse_data_parallel, refuse_waiting
 from vescale_fsdp.engine.substitutes import Place, gather_substitutes, put_back
-from vescale_fsdp.engine.uncalled import explain_uncalled
 from vescale_fsdp.engine.unfilled import broadcast_buffers, check_materialized
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.program import Lease
 from vescale_fsdp.ragged import NAME, hear_of_writes
+
+if TYPE_CHECKING:
+    from vescale_fsdp.engine.activations import Kept
 
 
 def register_hooks(module: nn.Module) -> None:
@@ -264,9 +265,8 @@ def pre_forward(
         return _cast_inputs(unit, (args, kwargs), copies)
     if Lease.BACKWARD in unit.leases and compat.current_backward() != -1:
         # An activation checkpoint runs the forward again.
-        moves = unit.offloads_activations and engine.activations.is_active
-        if moves and not recomputes_itself(module):
-            running.aside = aside()
+        if unit.offloads_activations:
+            running.aside = engine.activations.aside(module)
             running.aside.__enter__()
         unit.unshard()
         unit.show()
@@ -338,6 +338,8 @@ def post_forward(unit: Unit, output: Any) -> Any:
     """Run after the forward, also if it raised (then ``output`` is None)."""
     running = unit.running
     if (error := sys.exception()) is not None:
+        from vescale_fsdp.engine.uncalled import explain_uncalled
+
         explain_uncalled(unit, error)
     if running.substitutes:
         put_back(running.substitutes.pop(running.depth, ()))

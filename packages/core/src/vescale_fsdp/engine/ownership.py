@@ -22,16 +22,14 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from vescale_fsdp import compat
-from vescale_fsdp.dbuffer import Coding, checked_block
 from vescale_fsdp.engine.axes import Axes
-from vescale_fsdp.engine.extension import gathers_itself
 from vescale_fsdp.engine.fsdp_param import (
     FSDPParam,
     ParamToShard,
@@ -41,13 +39,16 @@ from vescale_fsdp.engine.fsdp_param import (
     holder_of,
     was_sharded,
 )
-from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy, asked_block
 from vescale_fsdp.engine.late import is_managed
-from vescale_fsdp.engine.placement import local_data, placement_of
-from vescale_fsdp.engine.quantized import Choice
+from vescale_fsdp.engine.placement import gathers_itself, local_data, placement_of
 from vescale_fsdp.engine.unit import Unit, unit_of, units_in
 from vescale_fsdp.errors import warn_user
 from vescale_fsdp.ragged import RaggedTensor, holding_of
+
+if TYPE_CHECKING:
+    from vescale_fsdp.dbuffer import Coding
+    from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
+    from vescale_fsdp.engine.quantized import Choice
 
 _WAITING = "_vescale_fsdp_waiting"  # on such a parameter: the sites where it was met so far
 
@@ -168,6 +169,11 @@ def _with_blocks(
         return travel.codings(fqn, param, item.sites, shape, item.inner)
 
     def block_in(shape: tuple[int, ...]) -> int:
+        if granularity is None and travel is None:
+            return 1
+        from vescale_fsdp.dbuffer import checked_block
+        from vescale_fsdp.engine.granularity import asked_block
+
         asked = asked_block(granularity, fqn, param, shape)
         return checked_block(fqn, shape, asked, *codings(shape))
 

@@ -13,7 +13,8 @@ is one DTensor over all axes, the data axes first. Within a forward it is the us
     in the buffer                                                     local shape of this rank
 
 It may also be plain, cut by the user, with types of ``spmd_types`` that say how. Then it is plain
-within a forward too, and the types say over which axes its gradients are summed.
+within a forward too, and the types say over which axes its gradients are summed. torchtitan's
+default backend makes such types, and FSDP2 of torch 2.14 reads them.
 
 HSDP may shard the sharded parameters over the outer axis, too (``"hsdp_zero1"``). During a step a
 rank then holds an *inner shard*. Four ranks as 2 x 2, a full buffer of four parts::
@@ -35,15 +36,17 @@ shard, then all. Each rank writes the message of its part, and all ranks read ea
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat, devices, transfers
@@ -60,6 +63,8 @@ from vescale_fsdp.ragged import (
     redistribute,
 )
 from vescale_fsdp.ranks import collectives
+
+_SPMD = "spmd_types"  # the types that this package puts on plain tensors, if it is in use
 
 
 def placement_of(
@@ -97,6 +102,56 @@ def placement_of(
             f"Found for parameter {fqn!r}"
         )
     return axes, None if isinstance(param, DTensor) and dim == 0 else dim
+
+
+def gathers_itself(param: nn.Parameter, dim: int | None, fqn: str) -> bool:
+    """Whether a parameter needs its own group with its own all-gather.
+
+    A wrapper of other tensors does, because it cannot be in a flat buffer. It may get the methods
+    until the first all-gather. Without them its values are sent, and forward gets a plain tensor. A
+    subclass without ``__torch_dispatch__`` does not: DTensor cannot hold it, so it is sharded as a
+    plain tensor, as with FSDP2.
+
+    Args:
+        dim: d of ``Shard(d)``, if ``shard_placement_fn`` returns that.
+
+    Raises:
+        AssertionError: it has only one of the two methods.
+        ValueError: it is a scalar, which has no rows.
+        NotImplementedError: it is to be sharded along a dimension other than the first.
+    """
+    with compat.without_torch_function():  # a DTensor holds what dispatch preserves
+        local = local_data(param)
+    if not (has_gather_methods(local, fqn) or compat.is_wrapper(local)):
+        return False
+    if param.dim() == 0:
+        raise ValueError(
+            f"fully_shard doesn't support scalar parameters of a tensor subclass. Change {fqn} to "
+            "a 1D tensor with numel equal to 1."
+        )
+    if dim:
+        raise NotImplementedError(
+            f"fully_shard: shard_placement_fn wants Shard({dim}) for {fqn!r}, a "
+            f"{type(local).__name__} that gathers itself, by rows; return None or Shard(0) for it"
+        )
+    return True
+
+
+def has_gather_methods(local: torch.Tensor, fqn: str) -> bool:
+    """Whether a tensor has FSDP2's two extension methods (see `extension`).
+
+    Raises:
+        AssertionError: it has only one of them.
+    """
+    has_pre = hasattr(local, "fsdp_pre_all_gather")
+    has_post = hasattr(local, "fsdp_post_all_gather")
+    if has_pre != has_post:
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
+            f"all-gather extensions: {type(local).__name__}, of parameter {fqn!r}, has only "
+            f"fsdp_{'pre' if has_pre else 'post'}_all_gather"
+        )
+    return has_pre
 
 
 def even_chunks(specs: list[TensorSpec], num_shards: int) -> ShardLayout:
@@ -144,7 +199,7 @@ def inner_spec(param: torch.Tensor, axes: Axes, fqn: str) -> DTensorSpec | None:
     """
     given = given_spec(param)
     if axes.whole is None:
-        if given is None and compat.spmd_types_of(param):
+        if given is None and _spmd_types_of(param):
             raise ValueError(
                 f"parameter '{fqn}' has types of spmd_types: pass the mesh of all axes, and "
                 "dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...), which names those "
@@ -184,7 +239,7 @@ def annotated_spec(
         ValueError: it has no types, not one for each inner axis, or others along the data axes.
     """
     assert axes.whole is not None, "the caller has checked it"
-    types = compat.spmd_types_of(param)
+    types = _spmd_types_of(param)
     if not types:
         raise ValueError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
@@ -199,7 +254,7 @@ def annotated_spec(
             continue
         group = collectives.mesh_group(axes.whole, axis)
         try:
-            placements[axis], of_gradient = compat.take_spmd_type(types, group)
+            placements[axis], of_gradient = _take_spmd_type(types, group)
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"the types of spmd_types on parameter '{fqn}' need R, I or a sharded dimension "
@@ -209,7 +264,7 @@ def annotated_spec(
             sums.append(group)
         if isinstance(placements[axis], Shard):
             shape[placements[axis].dim] *= axes.whole.size(axis)  # type: ignore[attr-defined]
-    if not compat.is_replicated_type(types):
+    if any(kind is not sys.modules[_SPMD].R for kind in types.values()):
         raise ValueError(
             f"Expected spmd.R on the data axes {axes.data_names} for parameter '{fqn}' but got "
             f"{types}"
@@ -217,6 +272,32 @@ def annotated_spec(
     size = torch.Size(shape)
     meta = TensorMeta(size, tuple(contiguous_strides(size)), param.dtype)
     return DTensorSpec(axes.whole, tuple(placements), meta), sums
+
+
+def _spmd_types_of(tensor: torch.Tensor) -> dict[Any, Any]:
+    """Return the types of a plain tensor by mesh axis; empty if it has none."""
+    if _SPMD not in sys.modules:
+        return {}
+    runtime, types = (import_module(f"{_SPMD}.{name}") for name in ("runtime", "types"))
+    found = dict(sys.modules[_SPMD].get_local_type(tensor))
+    dims = runtime.get_partition_spec(tensor)
+    return found if dims is None else {**found, **types.partition_spec_to_shard_types(dims)}
+
+
+def _take_spmd_type(types: dict[Any, Any], group: dist.ProcessGroup) -> tuple[Placement, Placement]:
+    """Remove the type along a group; return the placements of the tensor and of its gradient.
+
+    Raises:
+        KeyError: there is no type for it.
+        ValueError: the type is no placement.
+    """
+    package = sys.modules[_SPMD]
+    kind = types.pop(package.MeshAxis.of(group))
+    if isinstance(kind, package.types.Shard):
+        return Shard(kind.dim), Shard(kind.dim)
+    if kind is package.R or kind is package.I:
+        return Replicate(), Partial() if kind is package.R else Replicate()
+    raise ValueError(f"{kind}")
 
 
 def local_data(param: nn.Parameter) -> torch.Tensor:

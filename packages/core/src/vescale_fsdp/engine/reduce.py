@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vescale_fsdp import compat, devices, transfers
 from vescale_fsdp.dbuffer import (
     SMALLEST_LASTING,
-    BlockCodec,
-    Coding,
     Comm,
     GradientBuffer,
     Lasting,
@@ -36,6 +34,9 @@ from vescale_fsdp.dbuffer import (
 )
 from vescale_fsdp.engine.fsdp_param import FSDPParam, flags_of, fsdp_param_of, publish
 from vescale_fsdp.program import Sendable, sendable_if_small
+
+if TYPE_CHECKING:
+    from vescale_fsdp.dbuffer import BlockCodec, Coding
 
 _SHORT_S, _LONG_S = 0.05, 1.0  # between looks at whether a rank is behind
 
@@ -328,6 +329,8 @@ class Gradients:
         if not any(codings):  # of those that are not frozen
             return None
         if self._codec is None:
+            from vescale_fsdp.dbuffer import BlockCodec
+
             self._codec = BlockCodec(layout, codings, self.sum_dtype)
         return self._codec
 

@@ -22,7 +22,6 @@ from vescale_fsdp.engine.axes import comm_for
 from vescale_fsdp.engine.containers import Copies
 from vescale_fsdp.engine.fsdp_param import FSDPParam, Site, carry
 from vescale_fsdp.engine.group import Fetched, Group, together
-from vescale_fsdp.engine.statistics import follows_statistics
 from vescale_fsdp.engine.substitutes import Place
 from vescale_fsdp.engine.unfilled import check_materialized
 from vescale_fsdp.program import Lease, Residency, Row, State
@@ -60,7 +59,7 @@ class Running:
         is_in_pass: whether it is part of a pass; else a backward runs it again.
         range: of profilers, from the beginning of the outermost to its end.
         call: of the outermost, if a backward may come back to it (`boundary.Call`).
-        aside: a context around one that a checkpoint runs again (`activations.aside`).
+        aside: a context around one that a checkpoint runs again (`activations.Offload`).
         shared: the call of modules of the unit that have run in this pass, if it has several.
         modules_left: ids of modules of the unit that are still to run in this pass.
         substitutes: what each has made of tensors that stand in for parameters, by depth.
@@ -207,7 +206,11 @@ class Unit(Residency):
             group.drop_copies()
 
     def follow_statistics(self, *, is_final: bool = False) -> None:
-        """Cast the parameters of norms, or do not, as their statistics are now (see `statistics`).
+        """Cast the parameters of norms with running statistics, or do not, as these are now.
+
+        They may be cast after ``fully_shard``, as FSDP2's documentation says for training BatchNorm
+        in 16 bits. So parameters of such norms are in groups of their own, and the first forward
+        decides their dtype of compute.
 
         Not while a context shows them. Shards stay as they are, and there is no communication.
 
@@ -538,3 +541,19 @@ def unreduced_parameters(module: nn.Module) -> list[nn.Parameter]:
         for fsdp_param in group.fsdp_params
     ]
     return [fsdp_param.sharded for fsdp_param in fsdp_params if fsdp_param.sharded.requires_grad]
+
+
+def has_statistics(module: nn.Module | None) -> bool:
+    """Whether a module is a norm with running statistics."""
+    return isinstance(getattr(module, "running_mean", None), torch.Tensor)
+
+
+def follows_statistics(module: nn.Module | None, param: torch.Tensor) -> bool:
+    """Whether a parameter must have the dtype of its module's running statistics.
+
+    ``torch.batch_norm`` takes an input of 16 bits with parameters and statistics in float32, as
+    under autocast. It raises if only the parameters have 16 bits. Buffers are not cast, so in
+    modules with a ``running_mean`` (BatchNorm, InstanceNorm) parameters are not cast either. FSDP2
+    casts them (torch 2.13), and the forward raises.
+    """
+    return has_statistics(module) and module.running_mean.dtype == param.dtype  # type: ignore[union-attr]

@@ -4,8 +4,8 @@
 message. `predict` makes the sequence before a first run. `record` holds what ranks exchange to
 correct it. `residency` tracks why a unit is unsharded, `window` limits prefetch, `reductions`
 orders the reductions. `passes` makes a rank follow a program, event by event, and an `executor`
-carries out the decisions (docs/design/engine.md); a `rehearsal` gives them as data. `zero_table` has
-what is sharded when.
+carries out the decisions (docs/design/engine.md); a `rehearsal` gives them as data. `zero_table`
+has what is sharded when.
 """
 
 from vescale_fsdp.program.executor import Executor

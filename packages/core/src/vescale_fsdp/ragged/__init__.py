@@ -7,11 +7,11 @@ one, and the functions that make it), `replicated` (whole on every rank).
 Operators: `dispatch` (the table: which run, and what comes out), `operands` (what each argument is
 on this rank), `gradients` (their layout); then one file for each kind: `pointwise`, `reductions`,
 `views`, `random`, `gathered`, `collectives`; `whole` for tensors that are not sharded. `access` is
-what schemas say of memory, `watching` who wants to hear of writes.
+what schemas say of memory, and who wants to hear of writes.
 """
 
 from vescale_fsdp.ragged import dispatch as dispatch  # gives RaggedTensor its operators
-from vescale_fsdp.ragged.access import access_of
+from vescale_fsdp.ragged.access import access_of, hear_of_writes
 from vescale_fsdp.ragged.base import NAME, OPERANDS
 from vescale_fsdp.ragged.blocks import Blocks, BlockSize, CutBlockError, Region
 from vescale_fsdp.ragged.holdings import (
@@ -37,7 +37,6 @@ from vescale_fsdp.ragged.tensor import (
     wrap,
     wrap_local,
 )
-from vescale_fsdp.ragged.watching import hear_of_writes
 
 __all__ = [
     "NAME",

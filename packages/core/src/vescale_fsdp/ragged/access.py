@@ -1,7 +1,13 @@
-"""What the schema of an operator says about the memory of its arguments."""
+"""What the schema of an operator says about the memory of its arguments, and who hears of writes.
+
+The engine does, while a forward runs. A forward computes with unsharded views. After a write to a
+shard in it, by an optimizer's step or the update of a teacher, the next read has to see what was
+written. Versions do not tell: fused kernels and ``.data`` do not raise those of the parameter.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -9,8 +15,15 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import pytree
-from vescale_fsdp.ragged import watching
 from vescale_fsdp.ragged.collectives import is_collective
+
+hears: Callable[[Iterable[Any]], None] | None = None  # of the tensors that were written to
+
+
+def hear_of_writes(hear: Callable[[Iterable[Any]], None] | None) -> None:
+    """Let ``hear`` be called after each write. None: nobody."""
+    global hears
+    hears = hear
 
 
 class Access(NamedTuple):
@@ -93,9 +106,9 @@ def tell_of_writes(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     access = access_of(func)
     # The schemas of collectives do not say that they write.
     written = access.written(args, kwargs) if access.writes else args[:1]
-    if watching.hears is not None and (access.writes or is_collective(func)):
+    if hears is not None and (access.writes or is_collective(func)):
         found = pytree.tree_leaves(written)
-        watching.hears([getattr(each, "_source", each) for each in found])  # of a gathered view
+        hears([getattr(each, "_source", each) for each in found])  # of a gathered view
 
 
 def writes_to_plain(access: Access, args: Any, kwargs: dict[str, Any]) -> bool:

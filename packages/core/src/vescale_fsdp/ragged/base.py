@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp.compat import TENSOR_DATA, TraceableDTensor, local_tensor, set_versions
-from vescale_fsdp.ragged import watching
+from vescale_fsdp.ragged import access
 from vescale_fsdp.ragged.access import access_of, tell_of_writes
 
 NAME = "_vescale_fsdp_name"  # on a sharded parameter: what errors call it
@@ -61,7 +61,7 @@ class FSDPTensor(TraceableDTensor):
             with torch.inference_mode(False), torch.no_grad():
                 return FSDPTensor.run_operator(func, types, args, kwargs)
         result = FSDPTensor.run_operator(func, types, args, kwargs)
-        if watching.hears is not None:
+        if access.hears is not None:
             tell_of_writes(func, args, kwargs)
         return result
 
@@ -153,5 +153,5 @@ class FSDPTensor(TraceableDTensor):
             else:
                 TENSOR_DATA.__set__(self, moved)
                 self._local_tensor, self._spec = local, moved._spec
-        if watching.hears is not None:
-            watching.hears([self])
+        if access.hears is not None:
+            access.hears([self])
