@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vescale_fsdp.dbuffer import transport
-from vescale_fsdp_tune.costs import account, simulated
+from vescale_fsdp_tune.costs import account, timeline
 from vescale_fsdp_tune.costs.machine import Backend
 from vescale_fsdp_tune.costs.model import BF16, FP32
 from vescale_fsdp_tune.costs.timeline import run_step
@@ -172,7 +172,7 @@ def test_one_rank_needs_no_scratch(backend: Backend) -> None:
 
 
 def test_long_exchanges_need_no_scratch_for_the_own_part() -> None:
-    assert simulated.SHORTEST_EXCHANGE == transport.SHORTEST_BYTES
+    assert timeline.SHORTEST_EXCHANGE == transport.SHORTEST_BYTES
 
 
 def test_messages_and_parameters_are_there_together_while_they_are_decoded() -> None:

@@ -95,26 +95,16 @@ def check_granularity(granularity: object) -> None:
     )
 
 
-def block_of(
-    granularity: Granularity | GranularityPolicy | None,
-    fqn: str,
-    param: nn.Parameter,
-    shape: Sequence[int] | None = None,
-) -> int:
-    """The planner's block for one parameter, in elements.
-
-    ``shape`` is the shape to shard, if another parallelism has sharded the parameter before.
-    """
-    return asked_block(granularity, fqn, param, shape) or 1
-
-
 def asked_block(
     granularity: Granularity | GranularityPolicy | None,
     fqn: str,
     param: nn.Parameter,
     shape: Sequence[int] | None = None,
 ) -> int | None:
-    """As `block_of`, but None if ``granularity`` asks for no block."""
+    """The planner's block for one parameter, in elements. None: ``granularity`` asks for none.
+
+    ``shape`` is the shape to shard, if another parallelism has sharded the parameter before.
+    """
     need = _need(granularity, fqn, param)
     return None if need is None else need.block(param.shape if shape is None else shape)
 

@@ -16,7 +16,8 @@ from importlib.resources import files
 from itertools import pairwise
 from typing import Any
 
-from vescale_fsdp.cli.text import count, percent, several
+from vescale_fsdp.cli.text import count, several
+from vescale_fsdp_tune.commands.text import percent
 from vescale_fsdp_tune.costs import kinds
 
 _MOST_GROUPS = 16  # limit for the groups to draw

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from vescale_fsdp.cli.text import InputError, console, plain, track
+from vescale_fsdp.cli.text import InputError, console, plain
 from vescale_fsdp_tune.commands.settings import (
     BlockRules,
     Settings,
@@ -19,6 +19,7 @@ from vescale_fsdp_tune.commands.settings import (
     parse_code,
     parse_dtype,
 )
+from vescale_fsdp_tune.commands.text import track
 from vescale_fsdp_tune.costs import Code, Codes, OptimizerName
 
 if TYPE_CHECKING:

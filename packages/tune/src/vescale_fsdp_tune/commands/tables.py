@@ -8,18 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
-from vescale_fsdp.cli.text import (
-    binary,
-    bits_per_s,
-    count,
-    difference,
-    duration,
-    line,
-    percent,
-    several,
-    table,
-)
+from vescale_fsdp.cli.text import binary, count, line, several, table
 from vescale_fsdp_tune.commands.report import FSDP2, OURS, Report, Suggestion, memory_checkpoints
+from vescale_fsdp_tune.commands.text import bits_per_s, difference, duration, percent
 from vescale_fsdp_tune.costs import (
     ALIGNMENT_BYTES,
     KINDS,

@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from vescale_fsdp.cli.text import binary, count, duration, line, several, table
+from vescale_fsdp.cli.text import binary, count, line, several, table
+from vescale_fsdp_tune.commands.text import duration
 from vescale_fsdp_tune.costs import Candidate, Prediction, Problem, Tuning, described, shown_of
 
 SCHEMA_VERSION = 1  # raised if a key is removed or changes its meaning, not if one is added

@@ -16,11 +16,14 @@ Comments and empty lines have no meaning. Every key is needed, and no other is a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
 
 from vescale_fsdp_tune.costs.problem import Candidate, Prediction, Problem, Sharding, Tuning
 from vescale_fsdp_tune.costs.settings import Activations
@@ -98,28 +101,31 @@ def read_choice(path: str | PathLike[str]) -> Choice:
 def parse_choice(text: str, path: str) -> Choice:
     """Parse the content of a file. ``path`` is for errors. Raises ValueError as `read_choice`."""
     values: dict[str, Any] = {}
+    lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         where = f"{path}, line {number}"
         key, colon, rest = line.partition(":")
-        if not colon or key not in _CHECKS:
-            raise ValueError(f"{where}: {key!r} is no key of a choice; they are {_KEYS}")
+        if not colon or key not in _KEYS:
+            keys = ", ".join(_KEYS)
+            raise ValueError(f"{where}: {key!r} is no key of a choice; they are {keys}")
         if key in values:
             raise ValueError(f"{where}: {key} is there twice")
         try:
-            value = json.loads(rest)
+            values[key], lines[key] = json.loads(rest), number
         except ValueError as error:
             raise ValueError(
                 f"{where}: the value of {key} is {rest.strip()!r}, expected JSON"
             ) from error
-        expected, is_right = _CHECKS[key]
-        if not is_right(value):
-            raise ValueError(f"{where}: {key} is {_short(value)}, expected {expected}")
-        values[key] = value
-    missing = [key for key in _CHECKS if key not in values]
+    missing = [key for key in _KEYS if key not in values]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}, so it is no choice of settings")
+    for key, value in values.items():
+        try:
+            msgspec.convert(value, _KEYS[key])
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{path}, line {lines[key]}: {key} is {value!r}: {error}") from error
     return _choice(values, path)
 
 
@@ -144,47 +150,20 @@ def _choice(values: dict[str, Any], path: str) -> Choice:
     return Choice(model, num_ranks, Candidate(units=units, **values))
 
 
-_Check = Callable[[Any], bool]
-
-
-def _integer(least: int) -> tuple[str, _Check]:
-    return f"an integer of at least {least}", lambda value: type(value) is int and value >= least
-
-
-def _one_of(values: tuple[Any, ...]) -> tuple[str, _Check]:
-    return (
-        f"one of {', '.join(map(str, values))}",
-        lambda value: isinstance(value, str) and value in values,
-    )
-
-
-_BOOLEAN: tuple[str, _Check] = ("true or false", lambda value: isinstance(value, bool))
-
-
-def _are_units(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(unit, list) and unit and all(isinstance(name, str) and name for name in unit)
-        for unit in value
-    )
-
-
-_CHECKS: Mapping[str, tuple[str, _Check]] = {
-    "version": (str(VERSION), lambda value: type(value) is int and value == VERSION),
-    "model": ("a name", lambda value: isinstance(value, str)),
-    "num_ranks": _integer(1),
-    "sharding": _one_of(get_args(Sharding)),
-    "units": ("a list of units, each a list of names of modules", _are_units),
-    "num_replicas": _integer(1),
-    "num_unsharded": _integer(0),
-    "in_flight": _integer(1),
-    "activations": _one_of(get_args(Activations)),
-    "num_changed": _integer(0),
-    "int8": _BOOLEAN,
-    "offload": _BOOLEAN,
+_Count = Annotated[int, Meta(ge=1)]
+_Least0 = Annotated[int, Meta(ge=0)]
+_Name = Annotated[str, Meta(min_length=1)]
+_KEYS: Mapping[str, Any] = {  # with their types
+    "version": Literal[1],
+    "model": str,
+    "num_ranks": _Count,
+    "sharding": Sharding,
+    "units": list[Annotated[list[_Name], Meta(min_length=1)]],
+    "num_replicas": _Count,
+    "num_unsharded": _Least0,
+    "in_flight": _Count,
+    "activations": Activations,
+    "num_changed": _Least0,
+    "int8": bool,
+    "offload": bool,
 }
-_KEYS = ", ".join(_CHECKS)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
