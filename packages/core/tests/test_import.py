@@ -17,6 +17,7 @@ PACKAGES = [
     "vescale_fsdp.dbuffer",
     "vescale_fsdp.engine",
     "vescale_fsdp.checkpoint",
+    "vescale_fsdp.checkpoint.foreign",
     "vescale_fsdp.optim",
     "vescale_fsdp.spi",
     "vescale_fsdp.cli",
@@ -65,6 +66,42 @@ def test_engine_loads_few_files() -> None:
     ours = sorted(name for name in loaded if name.partition(".")[0] == "vescale_fsdp")
     assert len(ours) <= 90, f"{len(ours)} files are loaded:\n" + "\n".join(ours)
     assert not [name for name in ours if name.startswith("vescale_fsdp.testing")]
+
+
+USE_OF_OUR_FORMAT = """
+import tempfile, torch
+from vescale_fsdp import checkpoint
+model = torch.nn.Linear(1, 1)
+path = tempfile.mkdtemp() + "/ours"
+checkpoint.save(path, model, extra={"step": 1})
+assert checkpoint.load(path, model) == {"step": 1} == checkpoint.read_extra(path)
+checkpoint.read(path), checkpoint.unread_state(path), checkpoint.verify(path), dir(checkpoint)
+"""
+
+
+def test_foreign_formats_of_checkpoints_are_loaded_when_they_are_asked_for() -> None:
+    *before, after = loaded_after(
+        "import vescale_fsdp.checkpoint",
+        "import vescale_fsdp.spi, vescale_fsdp.cli.checkpoint_contents",
+        USE_OF_OUR_FORMAT,
+        "from vescale_fsdp.checkpoint import export_dcp",
+    )
+    name = "vescale_fsdp.checkpoint.foreign"
+    assert [each for loaded in before for each in loaded if each.startswith(name)] == []
+    assert name in after
+
+
+def test_names_for_foreign_formats_of_checkpoints() -> None:
+    from vescale_fsdp import checkpoint, spi
+    from vescale_fsdp.checkpoint import foreign
+
+    for name in ("convert", "export_dcp", "import_dcp"):
+        assert getattr(checkpoint, name) is getattr(foreign, name)
+        assert name in dir(checkpoint)
+    assert spi.MetadataUnpickler is foreign.MetadataUnpickler
+    for module in (checkpoint, spi):
+        with pytest.raises(AttributeError, match=f"'{module.__name__}' has no attribute 'dcp'"):
+            _ = module.dcp
 
 
 @pytest.mark.parametrize("package", PACKAGES)

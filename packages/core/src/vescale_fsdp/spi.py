@@ -10,6 +10,9 @@ are provisional: they may change in each version, and nothing else should use th
   collectives, and the boundaries of a unit in autograd.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from vescale_fsdp import devices
 from vescale_fsdp.backends import backend_name, backends_of, is_fake
 from vescale_fsdp.checkpoint import parts, unread
@@ -29,8 +32,6 @@ from vescale_fsdp.checkpoint.contents import (
     seed_for,
     weights_of,
 )
-from vescale_fsdp.checkpoint.dcp_directory import MetadataUnpickler
-from vescale_fsdp.checkpoint.deepspeed import folder_of
 from vescale_fsdp.checkpoint.files import (
     DataReader,
     bytes_of,
@@ -85,6 +86,9 @@ from vescale_fsdp.ragged import Blocks, access_of
 from vescale_fsdp.ranks import AbsentError, Ranks, everyone, limit_s, over, threads, waits
 from vescale_fsdp.ranks.collectives import all_reduce, new_gloo_group
 
+if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.foreign import MetadataUnpickler, format_of
+
 __all__ = [
     "MANIFEST", "PER_RANK", "REDUCES_IN_OWN_DTYPE", "SEALS", "AbsentError", "Axes", "BlockCodec",
     "Blocks", "Call", "Coding", "Comm", "Contents", "DataReader", "FileStore", "GranularityPolicy",
@@ -95,10 +99,16 @@ __all__ = [
     "check_arguments", "check_engine_arguments", "check_reduced", "check_remesh", "checked_block",
     "checked_modules", "collect", "comm_for", "count_groups_from_zero", "current_backward",
     "data_name", "default_mesh", "devices", "divide", "enter", "everyone", "finish_saves", "flush",
-    "folder_of", "follows_statistics", "forget_stages", "free_workspaces", "is_fake", "is_stage",
+    "follows_statistics", "forget_stages", "format_of", "free_workspaces", "is_fake", "is_stage",
     "leave", "leave_saves", "limit_s", "load_from", "local_tensor", "map_tensors", "model_state",
     "named", "new_gloo_group", "open_regular", "over", "parts", "parts_of", "pool_for", "pytree",
     "read_all", "read_manifest", "read_regular", "recompute", "remesh", "restore", "restorer",
     "sealed", "seed_for", "size_of", "tensors_requiring_grad", "threads", "units_in", "unread",
     "unreduced_parameters", "waits", "weights_of", "write_errors",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("MetadataUnpickler", "format_of"):
+        return getattr(import_module("vescale_fsdp.checkpoint.foreign"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

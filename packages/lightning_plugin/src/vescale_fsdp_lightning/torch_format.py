@@ -21,14 +21,13 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from vescale_fsdp import CheckpointCorruptError, CheckpointIncompleteError, CheckpointValueError
 from vescale_fsdp.checkpoint import UnreadTensor, full
-from vescale_fsdp.spi import MetadataUnpickler, open_regular, read_all, size_of
+from vescale_fsdp.spi import open_regular, read_all, size_of
 from vescale_fsdp_lightning.places import Place, from_first
 
 __all__ = ["METADATA", "Directory", "read_file", "save"]
@@ -96,7 +95,7 @@ class Directory:
         for name, entry in self._entries.state_dict_metadata.items():
             if not name.startswith(f"{key}."):
                 continue
-            if isinstance(entry, BytesStorageMetadata):
+            if isinstance(entry, metadata.BytesStorageMetadata):
                 found = {name: None}
                 self._fill(found, no_dist=True)
                 state[name.removeprefix(f"{key}.")] = found[name]
@@ -166,7 +165,7 @@ class Directory:
                 continue
             entry = self._entries.state_dict_metadata[name]
             param = param_of.get(str(path[2])) if path[1] == "state" else None
-            if isinstance(entry, BytesStorageMetadata):
+            if isinstance(entry, metadata.BytesStorageMetadata):
                 targets[name] = None
             elif isinstance(param, DTensor) and entry.size == param.shape and param.dim():
                 dtype = entry.properties.dtype
@@ -232,8 +231,10 @@ def _nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[str, Any]:
 
 
 class _Reader(filesystem.FileSystemReader):
-    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+    def read_metadata(self, *args: Any, **options: Any) -> metadata.Metadata:
         """Read the metadata with the restricted unpickler."""
+        from vescale_fsdp.spi import MetadataUnpickler  # loaded at its first use
+
         file = Path(self.path) / ".metadata"
         try:
             with open_regular(file) as stream:
@@ -243,7 +244,7 @@ class _Reader(filesystem.FileSystemReader):
                 f"{file} is refused: it needs {error}, which is not part of this format and could "
                 "run code"
             ) from error
-        if not isinstance(found, Metadata):
+        if not isinstance(found, metadata.Metadata):
             raise CheckpointCorruptError(
                 f"{file} holds a {type(found).__name__}, expected metadata"
             )

@@ -22,18 +22,20 @@ The files, from the bottom up:
   process
 * the work of all ranks: `saving` and `loading` do all of it or nothing
 * of ``torch.distributed.checkpoint``, what its own functions do not do: `state_dict`, `planner`
-* other formats: `safetensors` with `safetensors_files`, `dcp` with `dcp_directory`, `deepspeed`
-* in one process: `convert` from one to another, and `sources`, which reads any
+* `safetensors` with `safetensors_files`
+* other formats, and `convert` from one to another: `foreign`, loaded when it is asked for
+* in one process: `sources`, which reads any
 * `unread`: tensors that are read when they are needed
 * `stop` ends a job; `ranks.attempt` restarts it
 
 Loading never unpickles, except for DCP's format in `import_dcp` and `convert`, and DeepSpeed's in
-`convert` and `read`; `dcp_directory` and `deepspeed` say how.
+`convert` and `read`; the files of `foreign` say how.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from vescale_fsdp.checkpoint import full, state_dict
-from vescale_fsdp.checkpoint.convert import convert
-from vescale_fsdp.checkpoint.dcp import export_dcp, import_dcp
 from vescale_fsdp.checkpoint.loading import load
 from vescale_fsdp.checkpoint.manifest import Manifest
 from vescale_fsdp.checkpoint.planner import SavePlanner
@@ -45,6 +47,10 @@ from vescale_fsdp.checkpoint.sources import read, read_extra, unread_state
 from vescale_fsdp.checkpoint.stop import StopOnSignal
 from vescale_fsdp.checkpoint.unread import UnreadTensor
 from vescale_fsdp.ranks import init_process_group
+
+if TYPE_CHECKING:
+    from vescale_fsdp.checkpoint.foreign import export_dcp, import_dcp
+    from vescale_fsdp.checkpoint.foreign.convert import convert
 
 __all__ = [
     "LoadedNames",
@@ -70,3 +76,13 @@ __all__ = [
     "unread_state",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("convert", "export_dcp", "import_dcp"):
+        return getattr(import_module("vescale_fsdp.checkpoint.foreign"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

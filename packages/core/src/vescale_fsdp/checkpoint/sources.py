@@ -1,7 +1,8 @@
 """Reads checkpoints of all supported formats, one chunk at a time, without a model.
 
 A `Source` lists tensors with their chunks, and values as JSON that contains the tensors' names. All
-formats use the names of `save`.
+formats use the names of `save`. Those that are not ours are opened by `foreign`, which is loaded
+for them alone.
 """
 
 from __future__ import annotations
@@ -10,29 +11,17 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from vescale_fsdp.checkpoint import deepspeed, encoding
-from vescale_fsdp.checkpoint.dcp import plain_values
-from vescale_fsdp.checkpoint.dcp_directory import METADATA, StockDirectory, StockNames
+from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.files import DataReader
-from vescale_fsdp.checkpoint.manifest import (
-    DTYPES,
-    NAME,
-    Chunk,
-    TensorEntry,
-)
-from vescale_fsdp.checkpoint.safetensors import manifest_of
-from vescale_fsdp.checkpoint.safetensors_files import INDEX, SINGLE, TensorFiles
+from vescale_fsdp.checkpoint.manifest import DTYPES, NAME, Chunk, TensorEntry
 from vescale_fsdp.checkpoint.seal import read_manifest, read_text
 from vescale_fsdp.checkpoint.unread import UnreadTensor
 from vescale_fsdp.errors import CheckpointCorruptError, CheckpointIncompleteError
-
-_PIECE = 1 << 28  # bytes: a larger safetensors tensor is read in several chunks
 
 
 class Source(Protocol):
@@ -60,19 +49,10 @@ def open_source(path: Path) -> Iterator[Source]:
     with contextlib.ExitStack() as stack:
         if (path / NAME).exists():
             yield _Sealed(path, stack)
-        elif (path / METADATA).exists():
-            yield _Stock(path, stack)
-        elif any((path / name).exists() for name in (SINGLE, INDEX)) or (
-            path.exists() and not path.is_dir()
-        ):
-            yield _Safetensors(path, stack)
-        elif (folder := deepspeed.folder_of(path)) is not None:
-            yield _Zero(folder)
         else:
-            raise CheckpointIncompleteError(
-                f"there is no checkpoint at {path}: neither {NAME}, nor {METADATA}, nor {SINGLE} "
-                f"or {INDEX}, nor one of DeepSpeed"
-            )
+            from vescale_fsdp.checkpoint import foreign
+
+            yield foreign.opened(path, stack)
 
 
 class _Sealed:
@@ -111,62 +91,6 @@ def _united(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         groups = [*first["param_groups"], *other["param_groups"]]
         return {"state": {**other["state"], **first["state"]}, "param_groups": groups}
     return {**other, **first}
-
-
-class _Stock:
-    format = "dcp"
-
-    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
-        self._directory = StockDirectory(path)
-        self._reader = stack.enter_context(DataReader(path, self._directory.files, advice=""))
-        names = StockNames(self._directory, self._reader)
-        self.tensors = names.tensors
-        extra = plain_values(self._directory, self._reader, names.others)
-        step = extra.get("step")
-        self.step = step if type(step) is int else None
-        self.texts = {**names.texts, "extra": encoding.encode(extra, "extra")[0]}
-
-    def read(self, name: str, chunk: Chunk) -> torch.Tensor:
-        dtype = self.tensors[name].dtype
-        return self._directory.chunk(self._reader, dtype, chunk, f"tensor {name!r}")
-
-
-class _Zero(deepspeed.ZeroCheckpoint):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.tensors = {name: _in_pieces(entry) for name, entry in self.tensors.items()}
-
-
-class _Safetensors:
-    format = "safetensors"
-
-    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
-        self._files = TensorFiles(path)
-        stack.enter_context(self._files.reader)
-        manifest, self._origin = manifest_of(self._files)
-        self.step: int | None = None
-        self.tensors = {name: _in_pieces(entry) for name, entry in manifest.tensors.items()}
-        model = {name.removeprefix("model."): {"$tensor": name} for name in self.tensors}
-        self.texts: dict[str, dict[str, Any]] = {"model": model, "extra": {}}
-
-    def read(self, name: str, chunk: Chunk) -> torch.Tensor:
-        return self._files.box(self._origin[name], chunk.offsets, chunk.sizes)
-
-
-def _in_pieces(entry: TensorEntry) -> TensorEntry:
-    """Split the only chunk of a tensor into chunks of whole rows, to need less memory."""
-    chunk = entry.chunks[0]
-    if chunk.span.length <= _PIECE or not entry.shape:
-        return entry
-    row = chunk.span.length // entry.shape[0]
-    step = max(1, _PIECE // row)
-    chunks = []
-    for first in range(0, entry.shape[0], step):
-        count = min(step, entry.shape[0] - first)
-        span = replace(chunk.span, offset=chunk.span.offset + first * row, length=count * row)
-        rest = (0,) * (len(entry.shape) - 1)
-        chunks.append(Chunk((first, *rest), (count, *entry.shape[1:]), span))
-    return replace(entry, chunks=tuple(chunks))
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -15,25 +15,14 @@ from typing import Any
 
 from rich.console import Console
 
+from vescale_fsdp import spi
 from vescale_fsdp.cli.text import InputError, binary, count, line, several, table
-from vescale_fsdp.spi import (
-    MANIFEST,
-    PER_RANK,
-    Manifest,
-    TensorEntry,
-    Variant,
-    folder_of,
-    is_stage,
-    sealed,
-)
+from vescale_fsdp.spi import MANIFEST, PER_RANK, Manifest, TensorEntry, Variant, is_stage, sealed
 
 # With the manifest, or what is wrong with it.
 Manifests = list[tuple[Path, Manifest | str]]
 
 _MOST_FILES, _MOST_TENSORS = 4, 12
-_DCP = "a directory of torch.distributed.checkpoint"
-_SAFETENSORS = "safetensors"
-_DEEPSPEED = "a checkpoint of DeepSpeed"
 _DATA = re.compile(r"rank-[0-9]{5,}\.bin")
 
 
@@ -51,8 +40,7 @@ def find(directory: Path) -> Found:
     children = _children(directory)
     if _is_ours(directory, children):
         return Found([directory], [], is_folder=False)
-    foreign = _foreign(directory, children)
-    if foreign:
+    if foreign := spi.format_of(directory, children):
         raise InputError(
             f"{directory} is {foreign}, which has no checksums and no seal; make a checkpoint of "
             f"it with: vescale-fsdp checkpoint convert {directory} TARGET --to vescale"
@@ -78,10 +66,9 @@ def check_source(source: Path) -> None:
     if source.is_file():
         return
     children = _children(source)
-    if _is_ours(source, children) or _foreign(source, children):
+    if _is_ours(source, children) or spi.format_of(source, children):
         return
-    inside = [path for path, _ in sealed(source)]
-    if inside:
+    if inside := [path for path, _ in sealed(source)]:
         raise InputError(f"{source} is a folder with checkpoints; name one of them: {inside[-1]}")
     raise InputError(f"{source} is not a checkpoint in a known format")
 
@@ -104,22 +91,10 @@ def _is_ours(directory: Path, children: list[Path]) -> bool:
     return MANIFEST in names or any(map(_DATA.fullmatch, names)) or is_stage(directory)
 
 
-def _foreign(directory: Path, children: list[Path]) -> str:
-    """Return the name of its format if it is a known one of others, else ""."""
-    if any(child.name == ".metadata" for child in children):
-        return _DCP
-    if any(child.suffix == ".safetensors" for child in children):
-        return _SAFETENSORS
-    if folder_of(directory) is not None:
-        return _DEEPSPEED
-    return ""
-
-
 def _others(folders: list[Path]) -> str:
     """Return the end of an error message: a checkpoint in another format in the folder, if any."""
     for folder in folders:
-        kind = "" if not os.access(folder, os.R_OK) else _foreign(folder, _children(folder))
-        if kind:
+        if os.access(folder, os.R_OK) and (kind := spi.format_of(folder, _children(folder))):
             return f"; {folder.name} is {kind}"
     return ""
 

@@ -23,8 +23,8 @@ import torch
 
 from vescale_fsdp.checkpoint import encoding
 from vescale_fsdp.checkpoint.encoding import dtype_name
+from vescale_fsdp.checkpoint.foreign.pickles import loaded
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Span, TensorEntry
-from vescale_fsdp.checkpoint.pickles import loaded
 from vescale_fsdp.errors import (
     CheckpointCorruptError,
     CheckpointIncompleteError,

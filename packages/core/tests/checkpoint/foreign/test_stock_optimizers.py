@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from vescale_fsdp import CheckpointMismatchError, CheckpointValueError, checkpoint, fully_shard
 from vescale_fsdp.testing import run_ranks
 
-from .helpers import State, assert_same, everything, make, train
+from ..helpers import State, assert_same, everything, make, train
 
 
 def made(seed: int = 0, *, named: bool = False) -> tuple[nn.Module, torch.optim.AdamW]:

@@ -13,20 +13,15 @@ from typing import Any
 import torch
 
 from vescale_fsdp.checkpoint import encoding, seal
-from vescale_fsdp.checkpoint.dcp import (
+from vescale_fsdp.checkpoint.files import DataWriter, bytes_of
+from vescale_fsdp.checkpoint.foreign.dcp import (
     data_file,
     flat_state,
     merged,
     write_item,
     write_metadata,
 )
-from vescale_fsdp.checkpoint.files import DataWriter, bytes_of
-from vescale_fsdp.checkpoint.manifest import (
-    DTYPES,
-    Chunk,
-    TensorEntry,
-    to_json,
-)
+from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, TensorEntry, to_json
 from vescale_fsdp.checkpoint.safetensors import MAX_FILE_BYTES, check_no_weights, finish_files
 from vescale_fsdp.checkpoint.safetensors_files import PlacedWriter, lay_out, make_files
 from vescale_fsdp.checkpoint.saving import manifest_text, publish_files

@@ -40,12 +40,12 @@ from vescale_fsdp import (
     checkpoint,
     fully_shard,
 )
-from vescale_fsdp.checkpoint.dcp_directory import StockDirectory
+from vescale_fsdp.checkpoint.foreign.dcp_directory import StockDirectory
 from vescale_fsdp.checkpoint.loading import Arrival
 from vescale_fsdp.testing import run_ranks
 
-from .helpers import State, assert_same, everything, fingerprint
-from .test_meshes import Pair, step
+from ..helpers import State, assert_same, everything, fingerprint
+from ..test_meshes import Pair, step
 
 Made = tuple[Pair, torch.optim.AdamW]
 

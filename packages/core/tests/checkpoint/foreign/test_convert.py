@@ -19,10 +19,10 @@ from vescale_fsdp import (
     Granularity,
     checkpoint,
 )
-from vescale_fsdp.checkpoint import sources
+from vescale_fsdp.checkpoint.foreign import formats
 from vescale_fsdp.testing import run_ranks
 
-from .helpers import State, assert_same, everything, flip_bit, make, manifest_of, train
+from ..helpers import State, assert_same, everything, flip_bit, make, manifest_of, train
 
 EXTRA = {"step": 3, "note": ("a", [1.5])}
 
@@ -55,7 +55,7 @@ def test_every_way_round_gives_back_the_same_bits(tmp_path: Path) -> None:
     expected = run_ranks(save, 2, tmp_path)[0]
     seen: list[tuple[int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "_PIECE", 40)
+        patch.setattr(formats, "_PIECE", 40)
         for source, target, to in [
             ("sealed", "dcp", "dcp"),
             ("dcp", "again", "vescale"),

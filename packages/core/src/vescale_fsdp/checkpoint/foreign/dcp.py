@@ -31,15 +31,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from vescale_fsdp import compat
 from vescale_fsdp.checkpoint import encoding, seal
-from vescale_fsdp.checkpoint.contents import (
-    Contents,
-    Optimizers,
-    Weights,
-    named,
-    weights_of,
-)
-from vescale_fsdp.checkpoint.dcp_directory import METADATA, StockDirectory, StockNames, put
+from vescale_fsdp.checkpoint.contents import Contents, Optimizers, Weights, named, weights_of
 from vescale_fsdp.checkpoint.files import DataReader, DataWriter, write_file
+from vescale_fsdp.checkpoint.foreign.dcp_directory import METADATA, StockDirectory, StockNames, put
 from vescale_fsdp.checkpoint.loading import Boxes, Change, arrivals
 from vescale_fsdp.checkpoint.manifest import DTYPES, Chunk, Manifest, Seal, Span
 from vescale_fsdp.checkpoint.optimizer import NamedOptimizer
