@@ -29,7 +29,7 @@ from vescale_fsdp import fully_shard
 from vescale_fsdp_tune.commands.modules import model_of_module
 from vescale_fsdp_tune.commands.report import make_report
 from vescale_fsdp_tune.commands.settings import Settings, parse_dtype
-from vescale_fsdp_tune.costs import Activations
+from vescale_fsdp_tune.costs.settings import Activations
 
 FILE = Path(__file__).parent / "results" / "activations.json"
 MODELS = ("gpt-7m", "vit-6m")

@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vescale_fsdp import fully_shard, repeated_blocks
 from vescale_fsdp.engine import TrialJob, cast_parameters, describe, trace_of_trial
 from vescale_fsdp_tune.budget.apply import apply
-from vescale_fsdp_tune.costs import BlockTimes, Candidate, Division, Problem
+from vescale_fsdp_tune.costs import Candidate
 from vescale_fsdp_tune.costs.hardware import published
 from vescale_fsdp_tune.costs.predicting import Predictor
+from vescale_fsdp_tune.costs.problem import BlockTimes, Division, Problem
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, NUM_RANKS, NUM_BLOCKS = "gpt-7m", 8, 8

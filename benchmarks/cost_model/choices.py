@@ -35,23 +35,21 @@ from benchmarks.cost_model.large import ACTIVE_EXPERTS, read_layers
 from benchmarks.optimizers.results import ROOT, circumstances, read, write
 
 from vescale_fsdp.errors import PlanError
-from vescale_fsdp_tune.costs import (
-    BlockTimes,
-    Candidate,
-    Division,
+from vescale_fsdp_tune.costs import Candidate
+from vescale_fsdp_tune.costs.hardware import COMPUTE_SHARE, published
+from vescale_fsdp_tune.costs.machine import Machine
+from vescale_fsdp_tune.costs.model import (
+    FP32,
     Event,
     Group,
     Model,
     Moment,
-    Problem,
     Tensor,
     Trace,
     make_model,
-    tune,
 )
-from vescale_fsdp_tune.costs.hardware import COMPUTE_SHARE, published
-from vescale_fsdp_tune.costs.machine import Machine
-from vescale_fsdp_tune.costs.model import FP32
+from vescale_fsdp_tune.costs.problem import BlockTimes, Division, Problem
+from vescale_fsdp_tune.costs.search import tune
 
 __all__ = ["FILE", "lines", "verdicts"]
 

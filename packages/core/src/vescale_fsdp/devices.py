@@ -73,25 +73,6 @@ def free_bytes(device: torch.device) -> int:
     return int(available) * 1024 // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
 
 
-def total_bytes(device: torch.device) -> int:
-    """The memory of an accelerator."""
-    total: int = torch.get_device_module(device).mem_get_info(device)[1]
-    return total
-
-
-def allocated_at_most(device: torch.device, run: Callable[[], object]) -> int:
-    """The bytes that CUDA's allocator hands out at most while ``run`` runs, above those before.
-
-    It resets the peak that torch records. Returns 0 on other devices.
-    """
-    if device.type != "cuda":
-        return 0
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    run()
-    return torch.cuda.max_memory_allocated(device) - before
-
-
 def module_of(device: torch.device) -> Any:
     """Torch's module for a device with streams, for example ``torch.cuda``; else None."""
     return None if device.type in ("cpu", "meta") else torch.get_device_module(device)

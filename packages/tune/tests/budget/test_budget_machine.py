@@ -13,7 +13,8 @@ from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_tune.budget import rates
 from vescale_fsdp_tune.budget.machine import measured_machine, mesh_by_node
 from vescale_fsdp_tune.budget.rates import Sent, link_of
-from vescale_fsdp_tune.costs import Link, Machine, OptimizerName
+from vescale_fsdp_tune.costs import Link, Machine
+from vescale_fsdp_tune.costs.settings import OptimizerName
 
 
 def measured(sizes: tuple[int, ...]) -> Machine:

@@ -21,7 +21,8 @@ from vescale_fsdp_tune.budget.trace import loss_of
 from vescale_fsdp_tune.budget.trials import Subject, divide
 from vescale_fsdp_tune.budget.twins import meta_twin
 from vescale_fsdp_tune.budget.units import divisions_to_try
-from vescale_fsdp_tune.costs import Division, Event
+from vescale_fsdp_tune.costs.model import Event
+from vescale_fsdp_tune.costs.problem import Division
 
 from .budget_models import LM, WIDTH, Asking, Block, Caching, Positions, batch
 

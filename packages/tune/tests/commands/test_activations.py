@@ -22,7 +22,9 @@ from vescale_fsdp_tune.commands.activations import trace_of
 from vescale_fsdp_tune.commands.modules import model_of_module
 from vescale_fsdp_tune.commands.report import make_report
 from vescale_fsdp_tune.commands.settings import Settings, parse_dtype
-from vescale_fsdp_tune.costs import Activations, Event, Figures, Trace
+from vescale_fsdp_tune.costs.estimate import Figures
+from vescale_fsdp_tune.costs.model import Event, Trace
+from vescale_fsdp_tune.costs.settings import Activations
 
 from ....core.tests.allocations import peak_of, through_the_allocator, traced
 from .tiny import shapes_file

@@ -14,9 +14,11 @@ from vescale_fsdp import QuantizedGather, QuantizedReduce
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_tune.commands.modules import model_of_module
 from vescale_fsdp_tune.commands.settings import BlockRules, Settings, parse_dtype
-from vescale_fsdp_tune.costs import Code, Codes, Figures, figures_of, lay_out_model
 from vescale_fsdp_tune.costs.account import INNER
+from vescale_fsdp_tune.costs.estimate import Figures, figures_of
+from vescale_fsdp_tune.costs.layouts import lay_out_model
 from vescale_fsdp_tune.costs.machine import Backend
+from vescale_fsdp_tune.costs.settings import Code, Codes
 
 from .training import (
     GPT,

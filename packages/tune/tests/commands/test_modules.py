@@ -11,7 +11,7 @@ from vescale_fsdp.engine.unit import units_in
 from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_tune.commands.modules import model_of_module, reason
 from vescale_fsdp_tune.commands.settings import parse_dtype
-from vescale_fsdp_tune.costs import Model
+from vescale_fsdp_tune.costs.model import Model
 
 from .tiny import Shared, Tied, empty, lazy
 

@@ -3,7 +3,7 @@ import pytest
 from vescale_fsdp import Granularity
 from vescale_fsdp.cli.text import InputError
 from vescale_fsdp_tune.commands.settings import BlockRules, Settings, parse_bandwidth, parse_dtype
-from vescale_fsdp_tune.costs import Tensor
+from vescale_fsdp_tune.costs.model import Tensor
 
 MATRIX, VECTOR = Tensor("mlp.experts.3.up", (64, 32)), Tensor("mlp.experts.3.bias", (64,))
 

@@ -13,7 +13,8 @@ import pytest
 from vescale_fsdp.cli import main
 from vescale_fsdp_tune.commands.settings import Settings
 from vescale_fsdp_tune.commands.tuning import Work, machine_of, problem_of
-from vescale_fsdp_tune.costs import Division, Extra, read_choice
+from vescale_fsdp_tune.costs.choice_file import read_choice
+from vescale_fsdp_tune.costs.problem import Division, Extra
 
 from .tiny import shapes_file
 

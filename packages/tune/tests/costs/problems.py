@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from vescale_fsdp_tune.costs import (
-    BlockTimes,
-    Division,
+from vescale_fsdp_tune.costs import Link, Machine
+from vescale_fsdp_tune.costs.model import (
+    BF16,
+    FP32,
     Event,
     Group,
-    Link,
-    Machine,
     Moment,
-    Problem,
     Tensor,
     Trace,
     make_model,
 )
-from vescale_fsdp_tune.costs.model import BF16, FP32
+from vescale_fsdp_tune.costs.problem import BlockTimes, Division, Problem
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vescale_fsdp_tune.costs import Amount, is_path
+from vescale_fsdp_tune.costs.amount import Amount, is_path
 
 
 @pytest.mark.parametrize(

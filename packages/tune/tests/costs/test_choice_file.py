@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from vescale_fsdp_tune.costs import Candidate, read_choice, tune, write_choice
-from vescale_fsdp_tune.costs.choice_file import choice_of, choice_text, parse_choice
+from vescale_fsdp_tune.costs import Candidate
+from vescale_fsdp_tune.costs.choice_file import (
+    choice_of,
+    choice_text,
+    parse_choice,
+    read_choice,
+    write_choice,
+)
+from vescale_fsdp_tune.costs.search import tune
 
 from .problems import MIB, problem
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from vescale_fsdp_tune.costs import BlockTimes, Division, Event, Group, Tensor, make_model
 from vescale_fsdp_tune.costs.divisions import grouped, split
-from vescale_fsdp_tune.costs.model import FP32
+from vescale_fsdp_tune.costs.model import FP32, Event, Group, Tensor, make_model
+from vescale_fsdp_tune.costs.problem import BlockTimes, Division
 
 from .problems import MIB, division, group
 

@@ -1,5 +1,4 @@
-from vescale_fsdp_tune.costs import Group, Tensor, kinds, make_model
-from vescale_fsdp_tune.costs.model import FP32, joined
+from vescale_fsdp_tune.costs.model import FP32, Group, Tensor, joined, kinds, make_model
 
 
 def group(*sizes: int) -> Group:

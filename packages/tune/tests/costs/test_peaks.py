@@ -19,10 +19,12 @@ from vescale_fsdp.testing import run_ranks
 from vescale_fsdp_tune.budget.apply import apply
 from vescale_fsdp_tune.budget.request import Budget
 from vescale_fsdp_tune.budget.trials import Subject, divide
-from vescale_fsdp_tune.costs import Candidate, OptimizerName, Problem
+from vescale_fsdp_tune.costs import Candidate
 from vescale_fsdp_tune.costs.divisions import grouped
 from vescale_fsdp_tune.costs.model import BF16, FP32
 from vescale_fsdp_tune.costs.predicting import Predictor
+from vescale_fsdp_tune.costs.problem import Problem
+from vescale_fsdp_tune.costs.settings import OptimizerName
 
 from ....core.tests.allocations import peak_of, through_the_allocator, traced
 from .problems import machine

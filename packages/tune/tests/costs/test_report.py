@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vescale_fsdp_tune.costs import report_of, shown_of, tune
+from vescale_fsdp_tune.costs.report import report_of, shown_of
+from vescale_fsdp_tune.costs.search import tune
 
 from .problems import MIB, division, problem
 

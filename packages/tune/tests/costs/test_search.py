@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vescale_fsdp import PlanError
-from vescale_fsdp_tune.costs import Link, Problem, tune
+from vescale_fsdp_tune.costs import Link
 from vescale_fsdp_tune.costs.model import FP32
 from vescale_fsdp_tune.costs.predicting import Predictor
-from vescale_fsdp_tune.costs.search import _Search, candidates, divisions_of
+from vescale_fsdp_tune.costs.problem import Problem
+from vescale_fsdp_tune.costs.search import _Search, candidates, divisions_of, tune
 from vescale_fsdp_tune.costs.words import bucket
 
 from .problems import MIB, division, machine, problem

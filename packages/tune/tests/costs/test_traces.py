@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vescale_fsdp_tune.costs import Event
+from vescale_fsdp_tune.costs.model import Event
 from vescale_fsdp_tune.costs.traces import mixed_trace
 
 from .problems import MIB, trace

@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,13 +100,8 @@ class generating(AbstractContextManager[None]):
                 stack.enter_context(unsharded(self._model) if fits else _Loop(roots, found))
             self._stack = stack.pop_all()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def _fits(self, units: list[Unit]) -> bool:
         """Whether every rank has the memory to unshard all parameters."""
@@ -152,12 +147,7 @@ class _Loop(AbstractContextManager[None]):
         for unit in self._units:
             unit.before_pass = self._before_pass
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         for unit in self._units:
             unit.before_pass = None
         try:

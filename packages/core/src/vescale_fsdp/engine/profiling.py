@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -199,12 +198,7 @@ class profile(AbstractContextManager["profile"]):
             self._start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         if self._profiler is not None:  # the loop ended after fewer steps than `steps`
             with nullcontext() if error is None else suppress(OSError):  # the error is the user's
                 self._stop()

@@ -8,6 +8,18 @@ gradients are there. It gets what the engine would carry out then, in order. Two
     before_forward(1)    WAIT 1
     after_forward(1)     FREE 1
 
+=============  ===================================================================================
+BEGIN_PASS     the outermost forward begins
+GATHER         of a unit. Items: the units sent now in one message; none, if it was sent before
+WAIT           the parameters of a unit are needed
+DROP_MESSAGE   no backward will send the encoded message of a unit again
+FREE           the parameters of a unit
+REDUCE         items: groups whose reductions are issued together
+FINISH         items: the group whose reduction is waited for, if one is under way
+END_WALK       messages of several units that have not run are dropped
+END_BACKWARD   all reductions have been waited for
+=============  ===================================================================================
+
 Bytes and seconds are the caller's: no decision depends on them, but for small messages. All ranks
 are taken to run the same, so predicted passes need no confirmation.
 """
@@ -15,7 +27,7 @@ are taken to run the same, so predicted passes need no confirmation.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
+from enum import Enum
 from typing import NamedTuple
 
 from vescale_fsdp.program.executor import Executor
@@ -27,19 +39,7 @@ from vescale_fsdp.program.reductions import Reduction
 from vescale_fsdp.program.residency import Residency
 from vescale_fsdp.program.window import policy_of
 
-
-class Act(Enum):
-    """What the engine does."""
-
-    BEGIN_PASS = auto()  # the outermost forward begins
-    GATHER = auto()  # unit; items: units sent now in one message; none, if it was sent before
-    WAIT = auto()  # unit: its parameters are needed
-    DROP_MESSAGE = auto()  # unit: no backward will send its encoded message again
-    FREE = auto()  # unit: its parameters
-    REDUCE = auto()  # items: groups whose reductions are issued together
-    FINISH = auto()  # items: the group whose reduction is waited for, if one is under way
-    END_WALK = auto()  # messages of several units that have not run are dropped
-    END_BACKWARD = auto()  # all reductions have been waited for
+Act = Enum("Act", "BEGIN_PASS GATHER WAIT DROP_MESSAGE FREE REDUCE FINISH END_WALK END_BACKWARD")
 
 
 class Action(NamedTuple):

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from vescale_fsdp import QuantizedGather, QuantizedReduce
 from vescale_fsdp.spi import Roles
-from vescale_fsdp_tune.costs import Candidate
+from vescale_fsdp_tune.costs.problem import Candidate
 
 Shard = Callable[..., Any]
 

@@ -44,7 +44,7 @@ from vescale_fsdp_tune.budget.twins import (
     real_twin,
     seed_generators,
 )
-from vescale_fsdp_tune.costs import BlockTimes
+from vescale_fsdp_tune.costs.problem import BlockTimes
 
 _MOST_S, _MOST_RUNS = 0.5, 7  # of the repetitions of one block
 

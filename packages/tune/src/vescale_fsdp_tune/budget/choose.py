@@ -26,18 +26,12 @@ from vescale_fsdp_tune.budget.merging import Figures, merge_figures, result_of
 from vescale_fsdp_tune.budget.trials import Subject, divide
 from vescale_fsdp_tune.budget.twins import tensors_of
 from vescale_fsdp_tune.budget.units import divisions_to_try
-from vescale_fsdp_tune.costs import (
-    NUM_STATES,
-    BlockOf,
-    BlockTimes,
-    Division,
-    Dtype,
-    Link,
-    Machine,
-    Problem,
-    Tuning,
-    tune,
-)
+from vescale_fsdp_tune.costs.layouts import BlockOf
+from vescale_fsdp_tune.costs.machine import Link, Machine
+from vescale_fsdp_tune.costs.model import Dtype
+from vescale_fsdp_tune.costs.problem import BlockTimes, Division, Problem, Tuning
+from vescale_fsdp_tune.costs.search import tune
+from vescale_fsdp_tune.costs.settings import NUM_STATES
 
 # Figures of a machine; those of its links are merged too.
 _SMALLEST = (

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 
 from vescale_fsdp.errors import PlanError
 from vescale_fsdp.spi import Roles
-from vescale_fsdp_tune.costs import Dtype, Group, Model, Tensor, make_model
+from vescale_fsdp_tune.costs.model import Dtype, Group, Model, Tensor, make_model
 
 _ROOT = -1  # stands for the root where others have the index of a block
 

@@ -12,7 +12,8 @@ from vescale_fsdp.spi import Axes, backend_name, comm_for, devices
 from vescale_fsdp_tune.budget import rates
 from vescale_fsdp_tune.budget.apply import Shard
 from vescale_fsdp_tune.budget.overhead import engine_times
-from vescale_fsdp_tune.costs import Link, Machine, OptimizerName
+from vescale_fsdp_tune.costs.machine import Link, Machine
+from vescale_fsdp_tune.costs.settings import OptimizerName
 
 _ALONE = Link(1e15)  # of one rank, which sends nothing
 

@@ -24,7 +24,8 @@ from vescale_fsdp.spi import (
     pool_for,
     waits,
 )
-from vescale_fsdp_tune.costs import Link, OptimizerName
+from vescale_fsdp_tune.costs.machine import Link
+from vescale_fsdp_tune.costs.settings import OptimizerName
 
 _SIZES = (1 << 14, 1 << 20, 1 << 23)  # bytes of all ranks' parts together
 _LARGER = 16  # times as much on accelerators, whose caches and networks are that much larger
@@ -184,8 +185,10 @@ def workspace_bytes(device: torch.device) -> int:
     """Measure what libraries of matrix products allocate on an accelerator, beside their results.
 
     cuBLAS has a workspace for each thread and stream: for forward, and for backward (32 MiB each on
-    Hopper). They stay allocated.
+    Hopper). They stay allocated. The peak that torch records is reset. On other devices it is 0.
     """
+    if device.type != "cuda":
+        return 0
     x, weight = (torch.zeros(16, 16, device=device, requires_grad=True) for _ in range(2))
 
     def multiply() -> None:
@@ -195,7 +198,10 @@ def workspace_bytes(device: torch.device) -> int:
                 nn.functional.linear(x.to(dtype), matrix, matrix[0]).sum().backward()
 
     free_workspaces(device)
-    return devices.allocated_at_most(device, multiply)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    multiply()
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def optimizer_elements_per_s(

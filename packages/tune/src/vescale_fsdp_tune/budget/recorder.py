@@ -17,7 +17,7 @@ from torch import nn
 from vescale_fsdp.spi import TorchDispatchMode, current_backward, map_tensors, pytree
 from vescale_fsdp_tune.budget.shapes import Shapes, tensors_in
 from vescale_fsdp_tune.budget.twins import tensors_of
-from vescale_fsdp_tune.costs import Event, Moment
+from vescale_fsdp_tune.costs.model import Event, Moment
 
 
 class Recorder(TorchDispatchMode):

@@ -11,7 +11,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from vescale_fsdp.spi import devices
-from vescale_fsdp_tune.costs import NUM_STATES, Amount, Link, Machine, OptimizerName, is_path
+from vescale_fsdp_tune.costs.amount import Amount, is_path
+from vescale_fsdp_tune.costs.machine import Link, Machine
+from vescale_fsdp_tune.costs.settings import NUM_STATES, OptimizerName
 
 _EXTRAS = ("int8", "offload")
 
@@ -113,8 +115,9 @@ class Budget:
         amount = Amount.parse(self.memory)
         if amount.num_bytes is not None:
             return amount.num_bytes
-        free = devices.free_bytes(device) + of_model
-        total = free if device.type == "cpu" else devices.total_bytes(device)
+        total = free = devices.free_bytes(device) + of_model
+        if device.type != "cpu":
+            total = torch.get_device_module(device).mem_get_info(device)[1]
         return amount.bytes_of(total, free)
 
 

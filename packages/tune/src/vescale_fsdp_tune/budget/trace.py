@@ -36,7 +36,9 @@ from vescale_fsdp_tune.budget.describe import owners
 from vescale_fsdp_tune.budget.offloaded import CountedOffload
 from vescale_fsdp_tune.budget.recorder import Recorder
 from vescale_fsdp_tune.budget.twins import cast, seed_generators
-from vescale_fsdp_tune.costs import Activations, BlockTimes, Event, Model, Trace
+from vescale_fsdp_tune.costs.model import Event, Model, Trace
+from vescale_fsdp_tune.costs.problem import BlockTimes
+from vescale_fsdp_tune.costs.settings import Activations
 
 LossOf = Callable[[Any], torch.Tensor]
 _RANDOM_STATE_BYTES = 5056  # of torch's generator on the CPU, which a recomputed forward saves

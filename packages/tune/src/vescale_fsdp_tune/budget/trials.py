@@ -37,7 +37,9 @@ from vescale_fsdp_tune.budget.twins import (
     tensors_of,
     untouched_generators,
 )
-from vescale_fsdp_tune.costs import Activations, BlockTimes, Division, Model, Trace
+from vescale_fsdp_tune.costs.model import Model, Trace
+from vescale_fsdp_tune.costs.problem import BlockTimes, Division
+from vescale_fsdp_tune.costs.settings import Activations
 
 NOTHING = BlockTimes(0.0, 0.0, 0.0)
 

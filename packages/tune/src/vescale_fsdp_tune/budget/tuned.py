@@ -38,16 +38,11 @@ from vescale_fsdp_tune.budget.choose import choose
 from vescale_fsdp_tune.budget.merging import result_of
 from vescale_fsdp_tune.budget.request import Budget
 from vescale_fsdp_tune.budget.trials import Subject
-from vescale_fsdp_tune.costs import (
-    BlockOf,
-    Choice,
-    Tensor,
-    Tuning,
-    read_choice,
-    report_of,
-    split_anywhere,
-    write_choice,
-)
+from vescale_fsdp_tune.costs.choice_file import Choice, read_choice, write_choice
+from vescale_fsdp_tune.costs.layouts import BlockOf
+from vescale_fsdp_tune.costs.model import Tensor
+from vescale_fsdp_tune.costs.problem import Tuning, split_anywhere
+from vescale_fsdp_tune.costs.report import report_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _TUNINGS: weakref.WeakKeyDictionary[nn.Module, Tuning]

@@ -20,7 +20,8 @@ from vescale_fsdp.spi import TorchDispatchMode, map_tensors
 from vescale_fsdp_tune.budget import TrialJob, arguments_of, cast_parameters, trace_of_trial
 from vescale_fsdp_tune.commands.modules import call, reason
 from vescale_fsdp_tune.commands.settings import Settings
-from vescale_fsdp_tune.costs import Activations, Model, Trace
+from vescale_fsdp_tune.costs.model import Model, Trace
+from vescale_fsdp_tune.costs.settings import Activations
 
 
 def trace_of(

@@ -26,7 +26,7 @@ from vescale_fsdp import repeated_blocks
 from vescale_fsdp.cli.text import InputError
 from vescale_fsdp.errors import PlanError
 from vescale_fsdp_tune.budget import describe
-from vescale_fsdp_tune.costs import Dtype, Model
+from vescale_fsdp_tune.costs.model import Dtype, Model
 
 _MOST_LETTERS = 320  # of the message of an exception
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from vescale_fsdp.cli.text import count, several
 from vescale_fsdp_tune.commands.text import percent
-from vescale_fsdp_tune.costs import kinds
+from vescale_fsdp_tune.costs.model import kinds
 
 _MOST_GROUPS = 16  # limit for the groups to draw
 _MOST_KINDS = 24  # limit for the lines of a legend

@@ -20,7 +20,7 @@ from vescale_fsdp_tune.commands.settings import (
     parse_dtype,
 )
 from vescale_fsdp_tune.commands.text import track
-from vescale_fsdp_tune.costs import Code, Codes, OptimizerName
+from vescale_fsdp_tune.costs.settings import Code, Codes, OptimizerName
 
 if TYPE_CHECKING:
     from vescale_fsdp_tune.commands.report import Report

@@ -20,17 +20,10 @@ from vescale_fsdp.cli.text import InputError
 from vescale_fsdp.errors import PlanError
 from vescale_fsdp.planner import Advice
 from vescale_fsdp_tune.commands.settings import BlockRules, Settings
-from vescale_fsdp_tune.costs import (
-    Activations,
-    Figures,
-    Model,
-    PlannedGroup,
-    Track,
-    figures_of,
-    figures_of_others,
-    kinds,
-    lay_out_model,
-)
+from vescale_fsdp_tune.costs.estimate import Figures, figures_of, figures_of_others
+from vescale_fsdp_tune.costs.layouts import PlannedGroup, Track, lay_out_model
+from vescale_fsdp_tune.costs.model import Model, kinds
+from vescale_fsdp_tune.costs.settings import Activations
 
 # How many numbers of ranks are tried, from the largest that the advice for each group allows.
 _MAX_SIZES = 8

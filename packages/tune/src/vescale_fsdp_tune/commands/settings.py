@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vescale_fsdp.cli.text import InputError
-from vescale_fsdp_tune import costs
-from vescale_fsdp_tune.costs import DTYPES, Activations, Code, Dtype, Tensor
+from vescale_fsdp_tune.costs import settings
+from vescale_fsdp_tune.costs.model import DTYPES, Dtype, Tensor
+from vescale_fsdp_tune.costs.settings import Activations, Code
 
 _MOST_RANKS = 1 << 20  # a limit, because states are counted for each rank
 _CODE = re.compile(r"(?P<dtype>\w+)(:(?P<first>[1-9]\d*)(x(?P<columns>[1-9]\d*))?)?")
@@ -28,7 +29,7 @@ _Block = Callable[[Sequence[int]], int]  # from the shape to the block, in eleme
 
 
 @dataclass(frozen=True)
-class Settings(costs.Settings):
+class Settings(settings.Settings):
     """The options of one plan."""
 
     batch: tuple[int, int] | None = None  # sequences and tokens of each, on one rank

@@ -21,7 +21,7 @@ from typing import Any
 
 from vescale_fsdp.cli.text import InputError
 from vescale_fsdp_tune.commands.settings import parse_dtype
-from vescale_fsdp_tune.costs import Dtype, Group, Model, Tensor, make_model
+from vescale_fsdp_tune.costs.model import Dtype, Group, Model, Tensor, make_model
 
 _KINDS = (
     "a shapes file, a transformers config.json, its folder, an architecture, or module:function"

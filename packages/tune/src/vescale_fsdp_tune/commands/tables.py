@@ -11,15 +11,11 @@ from rich.console import Console
 from vescale_fsdp.cli.text import binary, count, line, several, table
 from vescale_fsdp_tune.commands.report import FSDP2, OURS, Report, Suggestion, memory_checkpoints
 from vescale_fsdp_tune.commands.text import bits_per_s, difference, duration, percent
-from vescale_fsdp_tune.costs import (
-    ALIGNMENT_BYTES,
-    KINDS,
-    Code,
-    Dtype,
-    Figures,
-    PlannedGroup,
-    kinds,
-)
+from vescale_fsdp_tune.costs.account import KINDS
+from vescale_fsdp_tune.costs.estimate import Figures
+from vescale_fsdp_tune.costs.layouts import ALIGNMENT_BYTES, PlannedGroup
+from vescale_fsdp_tune.costs.model import Dtype, kinds
+from vescale_fsdp_tune.costs.settings import Code
 
 _MOST_LINES = 4  # limit for lines of one kind
 

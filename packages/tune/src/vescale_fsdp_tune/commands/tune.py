@@ -156,8 +156,8 @@ def tune(
     from vescale_fsdp_tune.commands.sources import load
     from vescale_fsdp_tune.commands.tune_report import as_json, print_tuning
     from vescale_fsdp_tune.commands.tuning import Work, problem_of
-    from vescale_fsdp_tune.costs import choice_text
-    from vescale_fsdp_tune.costs import tune as search
+    from vescale_fsdp_tune.costs.choice_file import choice_text
+    from vescale_fsdp_tune.costs.search import tune as search
 
     loaded = load(model, dtype)
     if out is not None and loaded.module is None:

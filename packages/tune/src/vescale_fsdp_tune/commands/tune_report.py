@@ -9,7 +9,9 @@ from rich.console import Console
 
 from vescale_fsdp.cli.text import binary, count, line, several, table
 from vescale_fsdp_tune.commands.text import duration
-from vescale_fsdp_tune.costs import Candidate, Prediction, Problem, Tuning, described, shown_of
+from vescale_fsdp_tune.costs.problem import Candidate, Prediction, Problem, Tuning
+from vescale_fsdp_tune.costs.report import shown_of
+from vescale_fsdp_tune.costs.words import described
 
 SCHEMA_VERSION = 1  # raised if a key is removed or changes its meaning, not if one is added
 

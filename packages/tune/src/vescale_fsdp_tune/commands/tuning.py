@@ -16,21 +16,12 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vescale_fsdp.cli.text import InputError
 from vescale_fsdp_tune.commands.settings import BlockRules, Settings
-from vescale_fsdp_tune.costs import (
-    HARDWARE,
-    Activations,
-    Amount,
-    BlockTimes,
-    Division,
-    Extra,
-    Link,
-    Machine,
-    Model,
-    Problem,
-    Tensor,
-    Unit,
-    published,
-)
+from vescale_fsdp_tune.costs.amount import Amount
+from vescale_fsdp_tune.costs.hardware import HARDWARE, published
+from vescale_fsdp_tune.costs.machine import Link, Machine
+from vescale_fsdp_tune.costs.model import Model, Tensor, Unit
+from vescale_fsdp_tune.costs.problem import BlockTimes, Division, Extra, Problem
+from vescale_fsdp_tune.costs.settings import Activations
 
 if TYPE_CHECKING:
     from torch import nn
