@@ -2,8 +2,8 @@
 
 * `model` describes a model by its shapes, its units and a trace of its activations. `layouts` calls
   the planner for its groups. `settings` and `machine` are those of the job.
-* `timeline` simulates the memory and the time of a step with the engine's own scheduler
-  (`vescale_fsdp.program`), on `units` that are `simulated`.
+* `timeline` simulates the memory and the time of a step of `units`, by what the engine's own
+  scheduler does (`vescale_fsdp.program.Rehearsal`).
 * `estimate` has the figures of one layout, and `predicting` those of one candidate.
 * `problem` has what the tuner is asked and answers, `search` finds it among `divisions` and other
   settings. `choice_file` keeps it.

@@ -1,7 +1,8 @@
 """Simulates one training step on one rank: its memory in bytes, and its time in seconds.
 
-The engine's scheduler (`vescale_fsdp.program`) runs the step on units and groups that only count
-bytes, as many as ``engine/reduce`` and ``dbuffer/collectives`` need, and seconds. The letters mean:
+The engine's scheduler says what it does at each event (`vescale_fsdp.program.Rehearsal`). Units and
+groups count the bytes that ``engine/reduce`` and ``dbuffer/collectives`` need for it, and seconds.
+The letters mean:
 
 * F: a unit's unsharded parameters, m shards in the compute dtype
 * M: its gradients from autograd, which come one after the other; the engine takes those of the
