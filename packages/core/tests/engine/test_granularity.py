@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from vescale_fsdp import Granularity, combine, fully_shard
-from vescale_fsdp.engine.granularity import block_of
+from vescale_fsdp.engine.granularity import asked_block
 from vescale_fsdp.planner import PaddingWarning
 from vescale_fsdp.testing import run_ranks
+
+
+def block_for(*arguments: Any) -> int:
+    """The planner's block: 1 where none is asked for."""
+    return asked_block(*arguments) or 1
+
 
 SHAPES: list[tuple[int, ...]] = [(), (10,), (8, 6), (3, 5, 6), (2, 3, 4, 6), (0,), (4, 0)]
 
@@ -79,10 +86,10 @@ def parameter(*shape: int) -> nn.Parameter:
 
 
 def test_block_of_a_granularity_a_policy_or_nothing() -> None:
-    assert block_of(None, "w", parameter(8, 6)) == 1
-    assert block_of(Granularity.rows(3), "w", parameter(8, 6)) == 18
-    assert block_of(only_matrices, "w", parameter(8, 6)) == 12
-    assert block_of(only_matrices, "b", parameter(8)) == 1
+    assert block_for(None, "w", parameter(8, 6)) == 1
+    assert block_for(Granularity.rows(3), "w", parameter(8, 6)) == 18
+    assert block_for(only_matrices, "w", parameter(8, 6)) == 12
+    assert block_for(only_matrices, "b", parameter(8)) == 1
 
 
 def test_policy_sees_name_and_parameter() -> None:
@@ -93,7 +100,7 @@ def test_policy_sees_name_and_parameter() -> None:
         return Granularity.whole()
 
     weight = parameter(8, 6)
-    assert block_of(policy, "layer.weight", weight) == 48
+    assert block_for(policy, "layer.weight", weight) == 48
     assert len(seen) == 1
     assert seen[0][0] == "layer.weight"
     assert seen[0][1] is weight
@@ -102,7 +109,7 @@ def test_policy_sees_name_and_parameter() -> None:
 @pytest.mark.parametrize("returned", [4, "rows", (Granularity.rows(1),)])
 def test_policy_must_return_a_granularity(returned: object) -> None:
     with pytest.raises(TypeError, match=r"returned .* for 'layer.w'; expected a Granularity"):
-        block_of(lambda fqn, param: returned, "layer.w", parameter(2))  # type: ignore[arg-type,return-value]
+        block_for(lambda fqn, param: returned, "layer.w", parameter(2))  # type: ignore[arg-type,return-value]
 
 
 # --- combine --------------------------------------------------------------------------------------
@@ -131,7 +138,7 @@ def test_combine_is_the_least_common_multiple(
     policies: tuple[object, ...], shape: tuple[int, ...], block: int
 ) -> None:
     combined = combine(*policies)  # type: ignore[arg-type]
-    assert block_of(combined, "w", parameter(*shape)) == block
+    assert block_for(combined, "w", parameter(*shape)) == block
 
 
 def test_combine_needs_nothing_where_no_policy_does() -> None:
