@@ -10,6 +10,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -79,11 +80,10 @@ def who_runs_what() -> Cases:
     found["in_reverse_after_all"] = trains(partial.in_reverse_after_all)
     for choice, ranks in product((partial.at_random, partial.one_each), (3, 4)):
         found[f"{choice.__name__}, {ranks} ranks"] = trains(choice, ranks=ranks)
-    for ranks in (2, 3):
-        suffix = f", {ranks} ranks"
-        found[f"nested{suffix}"] = trains(partial.parts_at_random, partial.Nested, ranks=ranks)
-        for kind in (partial.Experts, partial.Embeddings):
-            found[kind.__name__ + suffix] = trains(partial.at_random, kind, ranks=ranks)
+    for kind, ranks in product((partial.Nested, partial.Experts, partial.Embeddings), (2, 3)):
+        choice = partial.parts_at_random if kind is partial.Nested else partial.at_random
+        case = trains(choice, kind, ranks=ranks)
+        found[f"{kind.__name__}, {ranks} ranks"] = replace(case, is_nightly=ranks == 2)
     for choice in (partial.at_random, partial.one_each):
         found[f"other heads, {choice.__name__}"] = trains(choice, partial.Heads)
     # Blocks that run, and get no gradient on one rank
