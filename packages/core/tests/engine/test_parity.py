@@ -201,24 +201,6 @@ def test_frozen_parameters_do_not_move_and_the_others_equal_ddp() -> None:
     run_ranks(check_frozen, 2)
 
 
-def check_freezing_between_steps() -> None:
-    ours, plain = make(MLP), make(MLP)
-    shard_units(ours, ours.layers)
-    for step, trainable in enumerate([True, False, True]):
-        x = inputs_of(step, dist.get_rank())
-        for model in (ours, plain):
-            model.zero_grad()
-            model.layers[1].requires_grad_(trainable)
-            model.layers[2].bias.requires_grad_(trainable)
-            model(x).sum().backward()
-        assert (full_gradients(ours)["layers.1.weight"] is not None) == trainable
-        assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
-
-
-def test_parameters_can_be_frozen_and_unfrozen_between_steps() -> None:
-    run_ranks(check_freezing_between_steps, 2)
-
-
 def train_branches(
     model: nn.Module, forward: nn.Module, used_at: Callable[[int], list[str]]
 ) -> tuple[Tensors, Tensors]:
