@@ -436,16 +436,6 @@ def test_registered_method_may_be_the_only_entry(
     run_ranks(check_method_without_forward, 2, register, timeout_s=TIMEOUT_S)
 
 
-def check_missing_method() -> None:
-    model = fully_shard(make(MLP))
-    with pytest.raises(ValueError, match="generate"):
-        register_fsdp_forward_method(model, "generate")
-
-
-def test_method_that_does_not_exist_is_refused() -> None:
-    run_ranks(check_missing_method, 1)
-
-
 # Whether a backward comes back is known from the outputs
 
 
