@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from vescale_fsdp import fully_shard
 
-# Their stages call ``finalize_backward``, which is refused by name (test_of_torch_2_15).
+# Their stages call ``finalize_backward``, which is refused by name (test_fsdp2_validations).
 with_pipelines_before_2_15 = pytest.mark.skipif(
     hasattr(torch.distributed.fsdp.FSDPModule, "finalize_backward"),
     reason="stages of torch 2.15 finalize backwards themselves",

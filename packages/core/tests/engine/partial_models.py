@@ -171,6 +171,167 @@ class Heads(Stack):
         return sum((self.blocks[i](x) for i in chosen), 0 * self.last(x))
 
 
+# Models that a rank runs a part of: ``leaves_out`` says whether this forward does
+
+
+def layer() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+
+class Stretch(nn.Module):
+    """Three units that run again together."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.first = layer(), layer(), layer(), layer()
+
+    def forward(self, x: Tensor, leaves_out: bool) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            y: Tensor = self.c(self.b(x if leaves_out else self.a(x)))
+            return y
+
+        y: Tensor = checkpoint(run, self.first(x), use_reentrant=self.reentrant)
+        return y
+
+    @property
+    def units(self) -> list[nn.Module]:
+        return [self.a, self.b, self.c]
+
+
+class ReentrantStretch(Stretch):
+    reentrant = True
+
+
+class InsideOfStretch(nn.Module):
+    """A unit inside of one that runs again, in a reentrant checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.own, self.inner = layer(), layer(), layer()
+        self.outer = nn.ModuleList([self.own, self.inner])
+
+    def forward(self, x: Tensor, leaves_out: bool) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            x = self.own(x)
+            return x if leaves_out else self.inner(x)
+
+        y: Tensor = checkpoint(run, self.first(x), use_reentrant=True)
+        return y
+
+    @property
+    def units(self) -> list[nn.Module]:
+        return [self.inner, self.own]
+
+
+class NestedCheckpoints(nn.Module):
+    """A reentrant checkpoint inside of one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.a, self.b = layer(), layer(), layer()
+
+    def forward(self, x: Tensor, leaves_out: bool) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return x if leaves_out else self.a(x)
+
+        def outer(x: Tensor) -> Tensor:
+            y: Tensor = self.b(checkpoint(inner, x, use_reentrant=True))
+            return y
+
+        y: Tensor = checkpoint(outer, self.first(x), use_reentrant=False)
+        return y
+
+    @property
+    def units(self) -> list[nn.Module]:
+        return [self.a, self.b]
+
+
+class EmptyRoot(nn.Module):
+    """The root has no parameters of its own; a rank may run none of its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = layer()
+
+    def forward(self, x: Tensor, leaves_out: bool) -> Tensor:
+        y: Tensor = x * 2 if leaves_out else self.a(x)
+        return y
+
+    @property
+    def units(self) -> list[nn.Module]:
+        return [self.a]
+
+
+class EmptyAround(nn.Module):
+    """Units around others have no parameters, and run for the first time in a later step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = layer()
+        self.around = nn.Sequential(nn.ModuleList([layer(), layer()]), nn.Identity())
+        self.is_first = True
+
+    def forward(self, x: Tensor, leaves_out: bool) -> Tensor:
+        x = self.first(x)
+        for each in () if self.is_first else self.inside:
+            x = x if leaves_out and each is self.inside[0] else each(x)
+        self.is_first = False
+        return x
+
+    @property
+    def inside(self) -> nn.ModuleList:
+        inside = self.around[0]
+        assert isinstance(inside, nn.ModuleList)
+        return inside
+
+    @property
+    def units(self) -> list[nn.Module]:
+        return [*self.inside, self.around]
+
+
+class Twins(nn.Module):
+    """Two modules in one unit, of which a rank may leave out one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.between, self.other = layer(), layer(), layer()
+
+    def forward(self, x: Tensor, leaves_out: bool) -> Tensor:
+        x = self.between(self.one(x))
+        y: Tensor = x if leaves_out else self.other(x)
+        return y
+
+
+class FrozenBehind(nn.Module):
+    """Whether the inputs of a frozen unit want gradients depends on what a rank leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = layer(), layer(), layer()
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, leaves_out: bool, skips_frozen: bool) -> Tensor:
+        x = x if leaves_out else self.first(x)
+        y: Tensor = self.last(x if skips_frozen else self.frozen(x))
+        return y
+
+
+class EmptyBetween(nn.Module):
+    """A unit without parameters between two others, under activation checkpointing."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.layers:
+            x = checkpoint(each, x, use_reentrant=self.reentrant)
+        return x
+
+
 # Which blocks run
 
 

@@ -1,69 +1,36 @@
-"""What is frozen after ``fully_shard`` has no gradient memory and is not sent, from then on."""
+"""What is frozen after ``fully_shard`` has no gradient memory and is not sent, from then on.
+
+Ranks that freeze other parameters are told. Gradients are asked about in questions.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from vescale_fsdp import fully_shard
-from vescale_fsdp.testing import run_ranks
+from vescale_fsdp import RankMismatchError, fully_shard
+from vescale_fsdp.engine import reducing
+from vescale_fsdp.testing import RankError, run_ranks
 
-from .helpers import assert_bit_equal, averaged_gradients, full_gradients
+from .frozen_models import (
+    WIDTH,
+    backward,
+    inputs,
+    is_any,
+    is_bias,
+    made,
+    not_first,
+    set_trainable,
+    sharded,
+)
 from .test_wire import Wire
-
-WIDTH = 32
-
-
-class MLP(nn.Module):
-    """Of the sizes of FSDP2's own test."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.in_proj = nn.Linear(width, 4 * width)
-        self.out_proj = nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out_proj(torch.relu(self.in_proj(x)))
-
-
-def made(width: int = WIDTH) -> nn.Sequential:
-    torch.manual_seed(42)
-    return nn.Sequential(*(MLP(width) for _ in range(3)))
-
-
-def sharded(model: nn.Sequential, shard: Any = fully_shard, **options: Any) -> nn.Sequential:
-    for mlp in model:
-        shard(mlp, **options)
-    shard(model, **options)
-    return model
-
-
-def inputs(step: int, width: int = WIDTH) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(8, width, generator=generator)
-
-
-def set_trainable(model: nn.Module, wanted: Callable[[str], bool]) -> None:
-    for name, param in model.named_parameters():
-        param.requires_grad_(wanted(name))
-
-
-def is_bias(name: str) -> bool:
-    return "bias" in name
-
-
-def is_any(name: str) -> bool:
-    return True
-
 
 # Bytes
 
@@ -161,72 +128,79 @@ def test_reductions_leave_as_much_as_with_fsdp2(monkeypatch: pytest.MonkeyPatch)
         assert ours == theirs == [(80, 80)] * 3
 
 
-# Gradients
+# What is refused
 
 
-def check_steps(options: dict[str, Any], shape: tuple[int, ...] = ()) -> None:
-    """Biases, then other parts, then all: gradients of each step are those of a plain model."""
-    if shape:
-        options = options | {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=("a", "b"))}
-    plain = made(5)
-    model = sharded(copy.deepcopy(plain), **options)
-    plans: list[Callable[[str], bool]] = [
-        is_any,
-        is_bias,
-        is_bias,
-        lambda n: "in_proj" in n and n[0] != "1",
-        lambda n: n == "2.out_proj.weight",
-        is_any,
-    ]
-    for step, plan in enumerate(plans):
-        for each in (plain, model):
-            set_trainable(each, plan)
-            each.zero_grad()
-            each(inputs(step, 5)).square().sum().backward()
-        check_gradients(model, plain)
+def unfreeze_in_backward() -> None:
+    model = sharded(made(5))
+    backward(model, 0)
+    late = model[0].in_proj.weight
+
+    def unfreeze(_: Tensor) -> None:
+        late.requires_grad_(True)
+
+    model[1].register_forward_hook(lambda _, args, output: output.register_hook(unfreeze) and None)
+    loss = model(inputs(0, 5)).sum()
+    late.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"'0.in_proj.weight' was unfrozen while a backward ran"):
+        loss.backward()
 
 
-def check_gradients(model: nn.Module, plain: nn.Module, bits: bool = True) -> None:
-    """With ``bits``, bit for bit where the order of a sum over ranks does not matter."""
-    found, expected = full_gradients(model), averaged_gradients(plain)
-    if bits and dist.get_world_size() <= 2:
-        assert_bit_equal(found, expected)
-        return
-    for name, tensor in expected.items():
-        other = found[name]
-        if tensor is None or other is None:
-            assert tensor is other, name
-        else:
-            torch.testing.assert_close(other, tensor, rtol=1e-5, atol=1e-6)
+def test_unfreezing_in_a_backward_is_refused() -> None:
+    run_ranks(unfreeze_in_backward, 2, timeout_s=60)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gradients_are_those_of_a_plain_model(world_size: int) -> None:
-    run_ranks(check_steps, world_size, {}, timeout_s=120)
+def freeze_another() -> None:
+    model = sharded(made(5))
+    backward(model, 0)
+    other = f"0.{('in', 'out')[dist.get_rank()]}_proj.bias"
+    set_trainable(model, lambda name: name != other)
+    text = r"frozen parameters: rank 0 has .*'0.in_proj.bias'.* and rank 1 has .*'0.out_proj.bias'"
+    with pytest.raises(RankMismatchError, match=text):
+        backward(model, 1)
 
 
-def check_variants() -> None:
-    check_steps({"reshard_after_forward": False})
-    for sharding in ("ddp", "zero1", "zero2"):
-        check_steps({"sharding": sharding})
-    check_steps({"in_flight": 4})
-    check_zeros()
+def test_ranks_that_freeze_different_parameters_are_told() -> None:
+    run_ranks(freeze_another, 2, timeout_s=60)
 
 
-def check_zeros() -> None:
-    """With zeros for what no rank has used: frozen parameters get nothing all the same."""
-    model = sharded(made(5), unused="zeros")
-    set_trainable(model, is_bias)
-    model(inputs(0, 5)).sum().backward()
-    assert {n for n, p in model.named_parameters() if p.grad is not None} == {
-        n for n, _ in model.named_parameters() if is_bias(n)
-    }
+def count_exchanges() -> list[int]:
+    """How often ranks compare flags: after a change, and not while micro-batches wait."""
+    calls: list[list[str]] = []
+    original = reducing.agree_on_frozen
+
+    def counting(changed: list[str], *args: Any) -> None:
+        calls.append(changed)
+        original(changed, *args)
+
+    reducing.agree_on_frozen = counting
+    try:
+        model, found = sharded(made(5)), []
+        for step, plan in enumerate((is_any, is_bias, is_bias, not_first, is_any, is_any)):
+            set_trainable(model, plan)
+            for is_last in (False, False, True):
+                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+                backward(model, step)
+            found.append(len(calls))
+    finally:
+        reducing.agree_on_frozen = original
+    return found
 
 
-def test_with_other_rows_of_the_table() -> None:
-    run_ranks(check_variants, 2, timeout_s=120)
+def test_flags_are_compared_when_they_have_changed() -> None:
+    assert run_ranks(count_exchanges, 2, timeout_s=60) == [[0, 1, 1, 2, 3, 3]] * 2
 
 
-@pytest.mark.parametrize("sharding", ["hsdp", "hsdp_zero1"])
-def test_with_replicas(sharding: str) -> None:
-    run_ranks(check_steps, 4, {"sharding": sharding}, (2, 2), timeout_s=120)
+def freeze_on_one_rank() -> None:
+    os.environ["VESCALE_FSDP_TIMEOUT_S"] = "2"
+    model = sharded(made(5))
+    backward(model, 0)
+    if dist.get_rank() == 0:
+        model[1].in_proj.bias.requires_grad_(False)
+    backward(model, 1)
+
+
+def test_a_rank_that_alone_freezes_something_is_told() -> None:
+    text = r"rank 0: RankMismatchError(?s:.)*have changed on this rank.*'1.in_proj.bias'"
+    with pytest.raises(RankError, match=text):
+        run_ranks(freeze_on_one_rank, 2, timeout_s=60)

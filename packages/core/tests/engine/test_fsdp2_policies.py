@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import vescale_fsdp
@@ -208,6 +208,79 @@ def the_state_of_a_module_is_found(library: Library) -> Any:
     return [*found, len(groups), hasattr(states[0], "_root_post_backward_final_callback")]
 
 
+# What published training code does with these objects: each project is named
+
+
+def gradients_of(model: nn.Module) -> list[float]:
+    found = []
+    for param in model.parameters():
+        gradient = param.grad
+        assert gradient is not None
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        found.append(round(float(whole.abs().sum()), 4))
+    return found
+
+
+@sees(SEEN, 8.0)
+def no_offload_policy_is_none(library: Library) -> float:
+    """verl: ``apply_fsdp2`` passes None."""
+    model = library.fully_shard(nn.Linear(2, 2, bias=False), offload_policy=None)
+    model(torch.ones(2, 2)).sum().backward()
+    return float(model.weight.grad.full_tensor().sum())
+
+
+@sees(SEEN, [2, 2, True])
+def the_size_of_the_mesh_is_read_from_the_state(library: Library) -> list[Any]:
+    """minFM, and copies of its clipping."""
+    model = library.fully_shard(linear())
+    info = model._get_fsdp_state()._fsdp_param_group.mesh_info
+    return [
+        info.shard_mesh_size,
+        dist.get_world_size(info.shard_process_group),
+        info.mesh.ndim == 1,
+    ]
+
+
+@sees(SEEN, [True, True, True])
+def resharding_after_forward_is_read_and_set_again(library: Library) -> list[bool]:
+    """dinov3: a root must not become one that stays unsharded. verl sets both attributes."""
+    model = layers(2)
+    library.shard(model, *model)
+    head = library.fully_shard(nn.Sequential(linear()))
+    for module in (*model, head):
+        state = module._get_fsdp_state()
+        info = state._fsdp_param_group.post_forward_mesh_info
+        state._auto_reshard_after_forward = False
+        if module is head:
+            state._lazy_init()
+        state._fsdp_param_group.post_forward_mesh_info = info
+    head(model(torch.ones(2, 4))).sum()
+    return [isinstance(part.weight, DTensor) for part in (*model, *head)]
+
+
+@sees(SEEN, [True, "torch.bfloat16"])
+def the_policy_of_a_state_is_read(library: Library) -> list[Any]:
+    """fairseq2, before it gathers parameters for generation."""
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = library.fully_shard(linear(), mp_policy=policy)
+    state = library.fully_shard.state(model)
+    assert {state, state._fsdp_param_group}  # both can be kept in sets
+    return [state._mp_policy == policy, str(state._mp_policy.param_dtype)]
+
+
+@sees(SEEN, True)
+def replicate_leaves_a_sharded_child_out(library: Library) -> bool:
+    """PyTorch's own tests: composable DDP around it."""
+    models = [layers(2), layers(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    library.fully_shard(models[0][0])
+    replicate(models[0])
+    for rank in range(WORLD_SIZE):
+        models[1](torch.ones(2, 4) * (rank + 1)).sum().mul(1 / WORLD_SIZE).backward()
+    models[0](torch.ones(2, 4) * (dist.get_rank() + 1)).sum().backward()
+    return gradients_of(models[0]) == gradients_of(models[1])
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -217,39 +290,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def compiles(library: Library, whole: bool) -> list[Any]:
-    """The number of graphs and of operators, and a gradient after each of three steps."""
-    torch._dynamo.reset()
-    backend = CompileCounter()
-    model: Any = nn.Sequential(Block(), Block(), linear())
-    library.shard(model, *model[:2])
-    run = model
-    if whole:
-        run = torch.compile(model, backend=backend)
-    else:
-        for block in model[:2]:
-            block.compile(backend=backend)
-    gradients = []
-    for step in range(3):
-        model.zero_grad()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Dynamo looks for ``.grad`` where there is none
-            run((step + 1) * ones()).sum().backward()
-        gradients.append(model[0].up.weight.grad.full_tensor().sum().item())
-    return [backend.frame_count, backend.op_count, *gradients]
-
-
 # What both compute
-
-
-@sees(ALIKE, 1e-6)
-def compiled_blocks(library: Library) -> Any:
-    return compiles(library, whole=False)
-
-
-@sees(ALIKE, 1e-6)
-def a_compiled_model(library: Library) -> Any:
-    return compiles(library, whole=True)
 
 
 def accumulates(library: Library, **dtypes: torch.dtype) -> list[float]:

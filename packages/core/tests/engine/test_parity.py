@@ -72,20 +72,20 @@ def train_ours_and_ddp(optimizer_name: str, num_steps: int) -> tuple[Run, Run]:
     )
 
 
-@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
-def test_fifty_steps_on_two_ranks_are_bit_equal_to_ddp(optimizer_name: str) -> None:
+@pytest.mark.parametrize(("optimizer_name", "num_steps"), [("adamw", 50), ("sgd", 20)])
+def test_steps_on_two_ranks_are_bit_equal_to_ddp(optimizer_name: str, num_steps: int) -> None:
     for (losses, parameters), (ddp_losses, ddp_parameters) in run_ranks(
-        train_ours_and_ddp, 2, optimizer_name, 50
+        train_ours_and_ddp, 2, optimizer_name, num_steps
     ):
         assert losses == ddp_losses
         assert_bit_equal(parameters, ddp_parameters)
         assert losses[0] > 2.5  # log(23) is 3.1
-        assert len(set(losses)) == 50
+        assert len(set(losses)) == num_steps
 
 
-def test_fifty_steps_on_four_ranks_are_close_to_ddp() -> None:
+def test_twenty_steps_on_four_ranks_are_close_to_ddp() -> None:
     for (losses, parameters), (ddp_losses, ddp_parameters) in run_ranks(
-        train_ours_and_ddp, 4, "adamw", 50
+        train_ours_and_ddp, 4, "adamw", 20
     ):
         # Four ranks: the order of a sum of four is not fixed.
         torch.testing.assert_close(losses, ddp_losses, rtol=0, atol=1e-6)
@@ -199,24 +199,6 @@ def check_frozen() -> None:
 
 def test_frozen_parameters_do_not_move_and_the_others_equal_ddp() -> None:
     run_ranks(check_frozen, 2)
-
-
-def check_freezing_between_steps() -> None:
-    ours, plain = make(MLP), make(MLP)
-    shard_units(ours, ours.layers)
-    for step, trainable in enumerate([True, False, True]):
-        x = inputs_of(step, dist.get_rank())
-        for model in (ours, plain):
-            model.zero_grad()
-            model.layers[1].requires_grad_(trainable)
-            model.layers[2].bias.requires_grad_(trainable)
-            model(x).sum().backward()
-        assert (full_gradients(ours)["layers.1.weight"] is not None) == trainable
-        assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
-
-
-def test_parameters_can_be_frozen_and_unfrozen_between_steps() -> None:
-    run_ranks(check_freezing_between_steps, 2)
 
 
 def train_branches(

@@ -49,7 +49,12 @@ def local(tensor: Any) -> Tensor:
 def backward(model: nn.Module, seed: int) -> None:
     width = next(model.parameters()).shape[-1]
     model(batch(seed, width)).square().mean().backward()
-    time.sleep(0.2)  # until gloo's threads have let go of what they send
+
+
+def backward_and_wait(model: nn.Module, seed: int) -> None:
+    """Until gloo's threads have let go of what they send: that is not used again before."""
+    backward(model, seed)
+    time.sleep(0.2)
 
 
 def check_one_copy() -> None:
@@ -78,18 +83,18 @@ def lasting(model: nn.Module) -> dict[int, int]:
 
 def check_gradients_that_somebody_holds(sharding: str) -> None:
     model = sharded(sharding, LONG)
-    backward(model, 0)
+    backward_and_wait(model, 0)
     held = [local(p.grad) for p in model.parameters()]
     values, before = [g.clone() for g in held], memory_of_grads(model)
     model.zero_grad()
     for seed in (1, 2):
-        backward(model, seed)
+        backward_and_wait(model, seed)
         assert all(torch.equal(g, v) for g, v in zip(held, values, strict=True))
         assert not memory_of_grads(model).keys() & before
         model.zero_grad()
     del held
     for seed in (3, 4):
-        backward(model, seed)
+        backward_and_wait(model, seed)
         assert memory_of_grads(model) == lasting(model) == before
         model.zero_grad()
 
@@ -100,13 +105,13 @@ def check_ways_to_hold(sharding: str) -> None:
     kept: list[Tensor] = []
     params = list(model.parameters())
     params[-2].register_post_accumulate_grad_hook(lambda p: kept.append(p.grad))
-    backward(model, 0)
+    backward_and_wait(model, 0)
     grads: list[Any] = [p.grad for p in params]
     seen = [g.clone() for g in map(local, grads)]
     view, whole, array = local(grads[0]).view(-1)[1:], grads[2], local(grads[4]).numpy()
     del grads
     model.zero_grad()
-    backward(model, 1)
+    backward_and_wait(model, 1)
     assert torch.equal(view, seen[0].view(-1)[1:])
     assert torch.equal(local(whole), seen[2])
     assert torch.equal(torch.from_numpy(array), seen[4])
@@ -117,7 +122,7 @@ def check_more_ways_to_hold(sharding: str) -> None:
     """A detached one, the local tensor itself, its data, and a graph."""
     model = sharded(sharding, LONG)
     params = list(model.parameters())
-    backward(model, 0)
+    backward_and_wait(model, 0)
     seen = [local(p.grad).clone() for p in params]
     detached: Any = params[0].grad
     detached = detached.detach()
@@ -127,11 +132,11 @@ def check_more_ways_to_hold(sharding: str) -> None:
     factor = torch.ones_like(params[6]).requires_grad_()
     product = params[6].grad * factor
     model.zero_grad()
-    backward(model, 1)
+    backward_and_wait(model, 1)
     again: Any = params[0].grad
     again.mine = True
     model.zero_grad()
-    backward(model, 2)
+    backward_and_wait(model, 2)
     assert not hasattr(params[0].grad, "mine"), "a gradient is a new tensor in each step"
     assert torch.equal(local(detached), seen[0])
     assert torch.equal(part, seen[2])
@@ -145,11 +150,11 @@ def check_shards_of_hooks(sharding: str) -> None:
     shards: list[Tensor] = []
     for block in model:
         block.set_all_reduce_hook(shards.append)  # type: ignore[operator]
-    backward(model, 0)
+    backward_and_wait(model, 0)
     before = [shard.clone() for shard in shards]
     assert before, "a hook is called for each block"
     model.zero_grad()
-    backward(model, 1)
+    backward_and_wait(model, 1)
     assert all(torch.equal(shard, was) for shard, was in zip(shards, before, strict=False))
 
 
@@ -163,11 +168,11 @@ def check_gradients_that_add_up(sharding: str) -> None:
     model = sharded(sharding, LONG)
     expected = []
     for seed in (0, 1, 2):
-        backward(model, seed)
+        backward_and_wait(model, seed)
         expected.append([local(p.grad).clone() for p in model.parameters()])
         model.zero_grad()
     for seed in (0, 1, 2):  # without zero_grad: torch adds
-        backward(model, seed)
+        backward_and_wait(model, seed)
     for param, *each in zip(model.parameters(), *expected, strict=True):
         assert torch.equal(local(param.grad), each[0] + each[1] + each[2])
     if sharding != "zero2":  # whose sums do not last
@@ -178,13 +183,13 @@ def check_micro_batches(sharding: str) -> None:
     model: Any = sharded(sharding, LONG)
     expected = []
     for seed in (0, 1):
-        backward(model, seed)
+        backward_and_wait(model, seed)
         expected.append([local(p.grad).clone() for p in model.parameters()])
         model.zero_grad()
     for _ in range(2):
         for seed in (0, 1):
             model.set_requires_gradient_sync(seed == 1)
-            backward(model, seed)
+            backward_and_wait(model, seed)
         for param, *each in zip(model.parameters(), *expected, strict=True):
             torch.testing.assert_close(local(param.grad), each[0] + each[1])
         model.zero_grad()
@@ -193,12 +198,12 @@ def check_micro_batches(sharding: str) -> None:
 def check_what_lasts(sharding: str, options: dict[str, Any], is_kept: bool) -> None:
     """Whether it lasts or not, nobody loses what he holds."""
     model = sharded(sharding, LONG, **options)
-    backward(model, 0)
+    backward_and_wait(model, 0)
     held = [local(p.grad) for p in model.parameters()]
     values = [g.clone() for g in held]
     size = sum(memory_of_grads(model).values())
     model.zero_grad()
-    backward(model, 1)
+    backward_and_wait(model, 1)
     assert all(torch.equal(g, v) for g, v in zip(held, values, strict=True))
     assert sum(lasting(model).values()) == (size if is_kept else 0)
 
@@ -207,7 +212,7 @@ def check_flat_optimizer() -> None:
     model = sharded("zero1", LONG)
     optimizer = flatten_(torch.optim.AdamW(model.parameters(), lr=0.01))
     for seed in range(5):
-        backward(model, seed)
+        backward_and_wait(model, seed)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         assert memory_of_grads(model) == lasting(model)

@@ -43,6 +43,8 @@ Answers = dict[str, str]  # by name: empty, or what is wrong
 class Case:
     ask: Ask
     otherwise: str = ""  # what the engine answers instead, so that the case is expected to fail
+    ranks: int = 2
+    is_nightly: bool = False
 
 
 Cases = dict[str, Case]
@@ -66,15 +68,24 @@ def listed(cases: Cases, otherwise: dict[str, str]) -> Cases:
     return cases
 
 
+def sampled(wanted: int, cases: Cases) -> Cases:
+    """So many of the cases run at each change, evenly spread; the others nightly."""
+    kept = {number * len(cases) // wanted for number in range(wanted)}
+    return {
+        name: case if number in kept else replace(case, is_nightly=True)
+        for number, (name, case) in enumerate(cases.items())
+    }
+
+
 def named(cases: Cases) -> list[Any]:
     """What ``pytest.mark.parametrize`` takes."""
-    return [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(strict=True, reason=case.otherwise)] if case.otherwise else [],
-        )
-        for name, case in cases.items()
-    ]
+    found = []
+    for name, case in cases.items():
+        marks = [pytest.mark.nightly] if case.is_nightly else []
+        if case.otherwise:
+            marks.append(pytest.mark.xfail(strict=True, reason=case.otherwise))
+        found.append(pytest.param(name, marks=marks))
+    return found
 
 
 def answer(cases: Cases, names: Sequence[str]) -> Answers:
@@ -98,22 +109,29 @@ class Outcomes:
     def __init__(
         self,
         request: pytest.FixtureRequest,
+        cases: Cases,
         answers: Callable[..., Answers],
-        world_size: int = 2,
         timeout_s: int = 80,
     ) -> None:
-        self.answers, self.world_size = answers, world_size
+        self.cases, self.answers, self.timeout_s = cases, answers, timeout_s
         items = [item for item in request.session.items if item.path == request.path]
-        names = [item.callspec.params["name"] for item in items]  # type: ignore[attr-defined]
-        try:
-            self.of_ranks = run_ranks(answers, world_size, *names, timeout_s=timeout_s)
-        except RankError:  # then each case has ranks of its own, when it is looked at
-            self.of_ranks = []
+        params = [item.callspec.params for item in items if hasattr(item, "callspec")]
+        self.names = [each["name"] for each in params if each.get("name") in cases]
+        self.of_ranks: dict[int, list[Answers]] = {}  # by their number
 
     def check(self, name: str) -> None:
-        of_ranks = self.of_ranks or run_ranks(self.answers, self.world_size, name, timeout_s=20)
-        for rank, found in enumerate(of_ranks):
-            assert not found[name], f"rank {rank}: {found[name]}"
+        ranks = self.cases[name].ranks
+        if ranks not in self.of_ranks:
+            names = [each for each in self.names if self.cases[each].ranks == ranks]
+            try:
+                self.of_ranks[ranks] = run_ranks(
+                    self.answers, ranks, *names, timeout_s=self.timeout_s
+                )
+            except RankError:  # then each case has ranks of its own, when it is looked at
+                self.of_ranks[ranks] = []
+        found = self.of_ranks[ranks] or run_ranks(self.answers, ranks, name, timeout_s=20)
+        for rank, of_rank in enumerate(found):
+            assert not of_rank[name], f"rank {rank}: {of_rank[name]}"
 
 
 # Models and data, in float64: sums in another order differ by less than any mistake does.

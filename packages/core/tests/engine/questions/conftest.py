@@ -9,6 +9,5 @@ from .asking import Outcomes
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> Outcomes:
-    """The answers to the cases of a file, by its ``answers``, on ``WORLD_SIZE`` ranks (2)."""
-    world_size = getattr(request.module, "WORLD_SIZE", 2)
-    return Outcomes(request, request.module.answers, world_size)
+    """The answers to the cases of a file, by its ``answers``."""
+    return Outcomes(request, request.module.CASES, request.module.answers)

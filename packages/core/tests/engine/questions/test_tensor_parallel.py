@@ -6,6 +6,7 @@ Two by two ranks, against one process. `../test_tensor_parallel` compares with F
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -125,9 +126,7 @@ def cases() -> Cases:
     }
 
 
-CASES = cases()
-
-WORLD_SIZE = 4
+CASES = {name: replace(case, ranks=4) for name, case in cases().items()}
 
 
 def answers(*names: str) -> Answers:

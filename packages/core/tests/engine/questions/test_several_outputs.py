@@ -7,7 +7,7 @@ others: hidden states of transformers beside the loss, features that several tas
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vescale_fsdp.testing import run_ranks
-
-from .helpers import averaged_gradients, full_gradients, shard_units
+from ..helpers import averaged_gradients, full_gradients, shard_units
+from .asking import Answers, Case, Cases, Outcomes, answer, named, sampled
 
 WIDTH = 6
 
@@ -212,17 +211,31 @@ def check(make: type[nn.Module], use: Callable[[dict[str, Tensor]], Seen], shard
             torch.testing.assert_close(gradients[name], gradient, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(28)
-@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-@pytest.mark.parametrize("make", MODELS)
-def test_they_are_used_as_those_of_a_plain_model(make: type[nn.Module], use: Any) -> None:
-    if make in (Views, Table) and use in (shared, retained):
-        return  # no output is computed from another
-    run_ranks(check, 2, make, use, "zero3")
+def cases() -> Cases:
+    used = {
+        f"{make.__name__}, {use.__name__}": Case(
+            lambda make=make, use=use: check(make, use, "zero3"),
+        )
+        for make, use in product(MODELS, USES)
+        # Of Views and Table no output is computed from another.
+        if make not in (Views, Table) or use not in (shared, retained)
+    }
+    found = sampled(26, used)
+    grid = product((TwoUnits, Memories, Perturbed), (hooked, shared), ("zero2", "zero1", "ddp"))
+    for make, use, sharding in grid:
+        found[f"{make.__name__}, {use.__name__}, {sharding}"] = Case(
+            lambda make=make, use=use, sharding=sharding: check(make, use, sharding)
+        )
+    return found
 
 
-@pytest.mark.parametrize("sharding", ["zero2", "zero1", "ddp"])
-@pytest.mark.parametrize("use", [hooked, shared], ids=lambda use: use.__name__)
-@pytest.mark.parametrize("make", [TwoUnits, Memories, Perturbed])
-def test_so_they_are_with(sharding: str, make: type[nn.Module], use: Any) -> None:
-    run_ranks(check, 2, make, use, sharding)
+CASES = cases()
+
+
+def answers(*names: str) -> Answers:
+    return answer(CASES, names)
+
+
+@pytest.mark.parametrize("name", named(CASES))
+def test_they_are_used_as_those_of_a_plain_model(outcomes: Outcomes, name: str) -> None:
+    outcomes.check(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,10 +17,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from vescale_fsdp import fully_shard, register_fsdp_forward_method
-from vescale_fsdp.testing import run_ranks
 
-from . import boundary_models as models
-from .helpers import (
+from .. import boundary_models as models
+from ..helpers import (
     assert_bit_equal,
     assert_gradients_like_plain,
     averaged_gradients,
@@ -27,9 +27,8 @@ from .helpers import (
     full_parameters,
     shard_units,
 )
-from .models import MLP, inputs_of, make
-
-TIMEOUT_S = 20
+from ..models import MLP, inputs_of, make
+from .asking import Answers, Case, Cases, Outcomes, answer, named, sampled
 
 
 def my_inputs(step: int = 0) -> Tensor:
@@ -50,39 +49,6 @@ def check_model(model_class: type[nn.Module], *args: object) -> None:
         assert_gradients_like_plain(
             lambda: make(model_class, *args), units_of, square_loss, **options
         )
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("kind", list(models.OUTPUTS))
-def test_output_of_any_kind_keeps_its_type_and_its_gradients(kind: str) -> None:
-    run_ranks(check_model, 2, models.OutputModel, kind, timeout_s=TIMEOUT_S)
-
-
-@pytest.mark.parametrize("kind", ["dict", "dataclass", "tuple"])
-def test_one_of_two_outputs_may_stay_unused(kind: str) -> None:
-    run_ranks(check_model, 2, models.OnlyExtra, kind, timeout_s=TIMEOUT_S)
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(
-    "model_class",
-    [
-        models.CalledTwice,
-        models.CalledAgainAtTheEnd,
-        models.Skipping,
-        models.Backwards,
-        models.InPlaceOnOutput,
-        models.InPlaceOnView,
-        models.InPlaceOnTuple,
-        models.Keywords,
-        models.PassThrough,
-        models.NoGradientInside,
-        models.EmbeddingFirst,
-        models.NestedUnits,
-    ],
-)
-def test_gradients_are_those_of_the_plain_model(model_class: type[nn.Module]) -> None:
-    run_ranks(check_model, 2, model_class, timeout_s=TIMEOUT_S)
 
 
 def several_forwards(model: nn.Module) -> Tensor:
@@ -107,11 +73,6 @@ def check_mlp(run: Callable[[nn.Module], Tensor]) -> None:
     assert_gradients_like_plain(lambda: make(MLP), layers_of, run)
 
 
-@pytest.mark.parametrize("run", [several_forwards, forward_of_a_part, forward_that_is_not_used])
-def test_forwards_and_backwards_need_not_come_in_pairs(run: Callable[[nn.Module], Tensor]) -> None:
-    run_ranks(check_mlp, 2, run, timeout_s=TIMEOUT_S)
-
-
 def check_two_backwards() -> None:
     """Two losses of one forward, the graph kept between."""
     ours, plain = make(MLP), make(MLP)
@@ -123,10 +84,6 @@ def check_two_backwards() -> None:
     expected = averaged_gradients(plain)
     # Two equal numbers: (a + a) + (b + b), halved, is (a + b) / 2 twice.
     assert_bit_equal(full_gradients(ours), expected)
-
-
-def test_retain_graph_gives_each_backward_its_gradient() -> None:
-    run_ranks(check_two_backwards, 2, timeout_s=TIMEOUT_S)
 
 
 def check_input_gradients() -> None:
@@ -142,10 +99,6 @@ def check_input_gradients() -> None:
         gradients.append(x.grad)
     assert torch.equal(gradients[0], gradients[2])
     assert torch.equal(gradients[1], gradients[3])
-
-
-def test_gradients_of_inputs_are_those_of_the_plain_model() -> None:
-    run_ranks(check_input_gradients, 2, timeout_s=TIMEOUT_S)
 
 
 class OnTheFirstRank(models.Backwards):
@@ -181,11 +134,6 @@ def check_input_that_is_the_output(model_class: type[nn.Module]) -> None:
         assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
 
 
-@pytest.mark.parametrize("model_class", [OnTheFirstRank, InsideOnTheFirstRank])
-def test_a_rank_may_return_its_input(model_class: type[nn.Module]) -> None:
-    run_ranks(check_input_that_is_the_output, 2, model_class, timeout_s=TIMEOUT_S)
-
-
 def check_evaluation_between_steps(mode: Callable[[], Any]) -> None:
     ours, plain = make(MLP), make(MLP)
     shard_units(ours, ours.layers)
@@ -204,12 +152,6 @@ def check_evaluation_between_steps(mode: Callable[[], Any]) -> None:
         for optimizer in optimizers:
             optimizer.step()
     assert_bit_equal(full_parameters(ours), full_parameters(plain))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_between_steps_changes_nothing(mode: Callable[[], Any]) -> None:
-    # Also before the first step: Lightning checks the validation loop first.
-    run_ranks(check_evaluation_between_steps, 2, mode, timeout_s=TIMEOUT_S)
 
 
 class Checkpointed(nn.Module):
@@ -243,12 +185,6 @@ class CheckpointedUnit(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("inside", [False, True])
-def test_activation_checkpointing_keeps_the_gradients(inside: bool, use_reentrant: bool) -> None:
-    run_ranks(check_model, 2, Checkpointed, inside, use_reentrant, timeout_s=TIMEOUT_S)
-
-
 class SeveralCheckpointed(nn.Module):
     """Of what a reentrant checkpoint runs, nothing is in the graph of the outputs."""
 
@@ -271,12 +207,6 @@ def check_several_checkpointed(keeps: bool, is_root: bool) -> None:
             out = model(my_inputs(step).requires_grad_())
             sum(each.square().mean() for each in out.values()).backward()
         assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
-
-
-@pytest.mark.parametrize("is_root", [True, False])
-@pytest.mark.parametrize("keeps", [True, False])
-def test_reentrant_checkpoints_may_make_several_outputs(keeps: bool, is_root: bool) -> None:
-    run_ranks(check_several_checkpointed, 2, keeps, is_root, timeout_s=TIMEOUT_S)
 
 
 class HandsOn(nn.Module):
@@ -313,10 +243,6 @@ def check_gathers_of_a_backward() -> None:
             loss.backward()
     gathers = [n for name, n in comms.get_comm_counts().items() if "gather" in str(name)]
     assert sum(gathers) == 1, comms.get_comm_counts()  # small units are gathered together
-
-
-def test_a_unit_that_hands_on_its_input_is_gathered_once() -> None:
-    run_ranks(check_gathers_of_a_backward, 2, timeout_s=TIMEOUT_S)
 
 
 class Remembers(nn.Module):
@@ -360,11 +286,6 @@ def check_what_was_put_into_inputs(which: int) -> None:
         torch.testing.assert_close(ours_, plain_)
 
 
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_what_a_forward_puts_into_its_inputs_is_its_own(which: int) -> None:
-    run_ranks(check_what_was_put_into_inputs, 2, which, timeout_s=TIMEOUT_S)
-
-
 class FrozenAround(nn.Module):
     """Its first and its last module are one unit, which nothing trains."""
 
@@ -390,10 +311,6 @@ def check_gathers_of_frozen_modules() -> None:
         assert sum(gathers) == 1, comms.get_comm_counts()
 
 
-def test_frozen_modules_of_one_unit_are_gathered_once() -> None:
-    run_ranks(check_gathers_of_frozen_modules, 2, timeout_s=TIMEOUT_S)
-
-
 class WithMethod(MLP):
     """Has a second entry beside ``forward``, which calls ``forward`` in turn."""
 
@@ -416,10 +333,6 @@ def check_forward_method() -> None:
         assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
 
 
-def test_registered_method_runs_as_forward_does_and_may_call_it() -> None:
-    run_ranks(check_forward_method, 2, timeout_s=TIMEOUT_S)
-
-
 def check_method_without_forward(register: Callable[[nn.Module, str], None]) -> None:
     ours, plain = make(WithMethod), make(WithMethod)
     fully_shard(ours)
@@ -427,23 +340,6 @@ def check_method_without_forward(register: Callable[[nn.Module, str], None]) -> 
     for model in (ours, plain):
         model.last_layer(my_inputs()).backward()
     assert_bit_equal(full_gradients(ours), averaged_gradients(plain))
-
-
-@pytest.mark.parametrize("register", [register_fsdp_forward_method, register_with_torch])
-def test_registered_method_may_be_the_only_entry(
-    register: Callable[[nn.Module, str], None],
-) -> None:
-    run_ranks(check_method_without_forward, 2, register, timeout_s=TIMEOUT_S)
-
-
-def check_missing_method() -> None:
-    model = fully_shard(make(MLP))
-    with pytest.raises(ValueError, match="generate"):
-        register_fsdp_forward_method(model, "generate")
-
-
-def test_method_that_does_not_exist_is_refused() -> None:
-    run_ranks(check_missing_method, 1)
 
 
 # Whether a backward comes back is known from the outputs
@@ -506,14 +402,6 @@ def check_frozen_ends(reshard: bool | None, other: Callable[[nn.Module], object]
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("other", [forward_of_the_root, forward_of_a_block, two_forwards])
-@pytest.mark.parametrize("reshard", [None, True, False])
-def test_a_frozen_root_is_gathered_again_after_a_forward_without_gradients(
-    reshard: bool | None, other: Callable[[nn.Module], object]
-) -> None:
-    run_ranks(check_frozen_ends, 2, reshard, other)
-
-
 class Backbone(nn.Module):
     """As of transformers: feature maps are what a hook of the blocks keeps."""
 
@@ -555,11 +443,6 @@ def check_kept_outputs(recomputes: bool, after: bool) -> None:
                 torch.testing.assert_close(gradient, expected[name], msg=name)
 
 
-@pytest.mark.parametrize(("recomputes", "after"), [(False, False), (True, False), (False, True)])
-def test_outputs_that_a_hook_has_kept(recomputes: bool, after: bool) -> None:
-    run_ranks(check_kept_outputs, 2, recomputes, after)
-
-
 class Extended(nn.Module):
     """Hooks that were there before compute with parameters, and extend what is returned."""
 
@@ -586,6 +469,72 @@ class Extended(nn.Module):
         return x + sum(each.sum() for each in self.kept)
 
 
-@pytest.mark.parametrize("kind", ["new", "in place"])
-def test_hooks_that_compute_with_parameters(kind: str) -> None:
-    run_ranks(check_model, 2, Extended, kind, timeout_s=TIMEOUT_S)
+def asked(name: str, ask: Callable[..., None], *choices: Iterable[Any]) -> Cases:
+    """A case for each combination of arguments."""
+    return {
+        ", ".join([name, *map(said, args)]): Case(lambda args=args: ask(*args))
+        for args in product(*choices)
+    }
+
+
+def said(value: Any) -> str:
+    return str(getattr(value, "__name__", value))
+
+
+def cases() -> Cases:
+    flags = (False, True)
+    found = sampled(5, asked("output", check_model, [models.OutputModel], models.OUTPUTS))
+    found |= asked("one of two", check_model, [models.OnlyExtra], ["dict", "dataclass", "tuple"])
+    kinds = [
+        models.CalledTwice,
+        models.CalledAgainAtTheEnd,
+        models.Skipping,
+        models.Backwards,
+        models.InPlaceOnOutput,
+        models.InPlaceOnView,
+        models.InPlaceOnTuple,
+        models.Keywords,
+        models.PassThrough,
+        models.NoGradientInside,
+        models.EmbeddingFirst,
+        models.NestedUnits,
+    ]
+    found |= sampled(6, asked("model", check_model, kinds))
+    runs = [several_forwards, forward_of_a_part, forward_that_is_not_used]
+    found |= asked("not in pairs", check_mlp, runs)
+    found |= asked("two backwards", check_two_backwards)
+    found |= asked("gradients of inputs", check_input_gradients)
+    found |= asked(
+        "returns its input", check_input_that_is_the_output, [OnTheFirstRank, InsideOnTheFirstRank]
+    )
+    # Also before the first step: Lightning checks the validation loop first.
+    modes = [torch.no_grad, torch.inference_mode]
+    found |= asked("evaluation between steps", check_evaluation_between_steps, modes)
+    found |= asked("checkpointed", check_model, [Checkpointed], flags, flags)
+    found |= asked("several reentrant outputs", check_several_checkpointed, flags, flags)
+    found |= asked("hands on its input", check_gathers_of_a_backward)
+    found |= asked("put into inputs", check_what_was_put_into_inputs, (0, 1, 2))
+    found |= asked("frozen modules are gathered once", check_gathers_of_frozen_modules)
+    found |= asked("method", check_forward_method)
+    registers = {"ours": register_fsdp_forward_method, "torch": register_with_torch}
+    for name, register in registers.items():
+        found |= asked(
+            f"method is the only entry, {name}", check_method_without_forward, [register]
+        )
+    others = [forward_of_the_root, forward_of_a_block, two_forwards]
+    found |= asked("frozen root", check_frozen_ends, (None, True, False), others)
+    for recomputes, after in ((False, False), (True, False), (False, True)):
+        found |= asked("kept by a hook", check_kept_outputs, [recomputes], [after])
+    return found | asked("hooks compute", check_model, [Extended], ["new", "in place"])
+
+
+CASES = cases()
+
+
+def answers(*names: str) -> Answers:
+    return answer(CASES, names)
+
+
+@pytest.mark.parametrize("name", named(CASES))
+def test_gradients_are_those_of_the_plain_model(outcomes: Outcomes, name: str) -> None:
+    outcomes.check(name)
