@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vescale_fsdp import fully_shard, repeated_blocks
-from vescale_fsdp.engine import TrialJob, cast_parameters, describe, trace_of_trial
+from vescale_fsdp_tune.budget import TrialJob, cast_parameters, describe, trace_of_trial
 from vescale_fsdp_tune.budget.apply import apply
 from vescale_fsdp_tune.costs import Candidate
 from vescale_fsdp_tune.costs.hardware import published

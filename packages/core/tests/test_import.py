@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -165,3 +167,21 @@ def test_what_has_moved_raises_with_its_new_name(statement: str, companion: str)
     match = rf"pip install 'vescale-fsdp\[{companion}\]', and import vescale_fsdp_{companion}"
     with pytest.raises((ImportError, AttributeError), match=match):
         exec(statement)
+
+
+def test_hints_of_public_functions_resolve() -> None:
+    for name in vescale_fsdp.__all__:
+        value = getattr(vescale_fsdp, name)
+        if inspect.isfunction(value):
+            assert typing.get_type_hints(value), name
+
+
+@pytest.mark.parametrize("package", ["engine", "dbuffer", "spi"])
+def test_names_that_are_loaded_later_are_listed(package: str) -> None:
+    module = importlib.import_module(f"vescale_fsdp.{package}")
+    assert set(module.__all__) <= set(dir(module))
+
+
+def test_absent_names_can_be_asked_for() -> None:
+    assert not hasattr(vescale_fsdp, "elastic")
+    assert not hasattr(vescale_fsdp, "costs")

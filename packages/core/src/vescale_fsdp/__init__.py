@@ -111,8 +111,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("checkpoint", "optim", "planner"):
         return import_module(f"vescale_fsdp.{name}")
-    if name in _COMPANIONS:
-        raise ImportError(has_moved(name))  # ``from vescale_fsdp import`` would replace another
+    if (
+        name in _COMPANIONS
+    ):  # those without a file: ``from vescale_fsdp import`` would replace the words
+        raise (AttributeError if name in ("costs", "elastic") else ImportError)(has_moved(name))
     if name not in __all__:
         raise AttributeError(f"module 'vescale_fsdp' has no attribute {name!r}")
     home = "ragged" if name in ("RaggedShard", "RaggedTensor") else "engine"

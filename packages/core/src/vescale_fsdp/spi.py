@@ -112,3 +112,7 @@ def __getattr__(name: str) -> Any:
     if name in ("MetadataUnpickler", "format_of"):
         return getattr(import_module("vescale_fsdp.checkpoint.foreign"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -98,7 +98,7 @@ def test_commands_of_a_companion_say_what_to_install(
     with_plugins(monkeypatch)
     assert main(arguments) == 2
     expected = (
-        f"vescale-fsdp: {arguments[0]} is a command of vescale-fsdp-tune, which is not installed: "
+        f"vescale-fsdp: {arguments[0]} is a command of vescale-fsdp-tune, which is not loaded: "
         'pip install "vescale-fsdp[tune]"\n'
     )
     assert capsys.readouterr() == ("", expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -377,7 +378,7 @@ class Sharding:
         else:
             self._shard_within(module, precision, roots=roots)
         check_reduced(module, "VeScaleFSDPStrategy")
-        offloads = self.options.offloads_parameters or self._is_offloaded(module)
+        offloads = self.options.offloads_parameters or _is_offloaded(module)
         rests_on = torch.device("cpu") if offloads else self.root_device
         materialize(module, rests_on)
         for child in module.modules():  # for metrics, whose state is not parameters or buffers
@@ -471,15 +472,6 @@ class Sharding:
             budget=replace(budget, unit_mp_policy=self._policy(precision, is_root=False)),
         )
 
-    def _is_offloaded(self, module: nn.Module) -> bool:
-        """Whether a budget has chosen to keep shards in host memory."""
-        if self.options.budget is None:
-            return False
-        import vescale_fsdp_tune
-
-        tuning = vescale_fsdp_tune.tuning_of(module)
-        return tuning is not None and tuning.chosen.candidate.offload
-
     def _modules_to_shard(self, module: nn.Module, roots: bool) -> list[nn.Module]:
         blocks = self.options.modules_to_wrap(module)
         if not roots:
@@ -529,6 +521,13 @@ class Sharding:
 
     def _policy(self, precision: str, *, is_root: bool) -> MixedPrecisionPolicy:
         return self.options.mp_policy or policy_for(precision, is_root=is_root)
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether a budget, of the user's own call too, has chosen to keep shards in host memory."""
+    tune = sys.modules.get("vescale_fsdp_tune")
+    tuning = None if tune is None else tune.tuning_of(module)
+    return tuning is not None and tuning.chosen.candidate.offload
 
 
 @contextmanager

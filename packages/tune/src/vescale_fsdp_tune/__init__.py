@@ -23,6 +23,8 @@ __all__ = ["Budget", "fully_shard", "tuning_of"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "costs":
+        return import_module("vescale_fsdp_tune.costs")
     if name not in __all__:
         raise AttributeError(f"module 'vescale_fsdp_tune' has no attribute {name!r}")
     return getattr(import_module("vescale_fsdp_tune.budget"), name)

@@ -63,8 +63,8 @@ def test_what_was_predicted_is_a_comment() -> None:
         ("num_ranks: 4\n", "ranks: 4\n", "line .*: 'ranks' is no key of a choice; they are ver"),
         ("num_ranks: 4\n", "num_ranks: four\n", "num_ranks is 'four', expected JSON"),
         ("num_ranks: 4\n", "num_ranks: 0\n", "num_ranks is 0: Expected `int` >= 1"),
-        ("num_ranks: 4\n", "num_ranks: true\n", "num_ranks is True: Expected `int`, got `bool`"),
-        ("version: 1\n", "version: 2\n", "version is 2: Invalid enum value 2"),
+        ("num_ranks: 4\n", "num_ranks: true\n", "num_ranks is true: Expected `int`, got `bool`"),
+        ("version: 1\n", "version: 2\n", "version is 2: expected 1"),
         ("int8: false", "int8: 0", "int8 is 0: Expected `bool`, got `int`"),
         ('["blocks.0"]', "[]", "Expected `array` of length >= 1 - at"),
         ('["blocks.0"]', '["blocks.1"]', "units have 'blocks.1' twice"),
@@ -80,7 +80,7 @@ def test_what_is_no_choice_is_refused(old: str, new: str, message: str) -> None:
 
 def test_a_wrong_row_is_named() -> None:
     row = TUNING.chosen.candidate.sharding
-    with pytest.raises(ValueError, match="sharding is 'zero4': Invalid enum value 'zero4'"):
+    with pytest.raises(ValueError, match='sharding is "zero4": expected ddp, zero1'):
         parse_choice(TEXT.replace(f'"{row}"', '"zero4"'), "choice.yaml")
 
 

@@ -104,7 +104,7 @@ def make_app() -> typer.Typer:
 def _not_installed(name: str) -> Callable[[], None]:
     def command() -> None:
         raise InputError(
-            f"{name} is a command of vescale-fsdp-tune, which is not installed: {_INSTALL}"
+            f"{name} is a command of vescale-fsdp-tune, which is not loaded: {_INSTALL}"
         )
 
     command.__doc__ = f"Not installed: {_INSTALL}"

@@ -93,7 +93,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 @contextmanager
 def track_bytes(label: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Yield a callback for bytes done and in total. It shows a progress bar as `track` does."""
+    """Yield a callback for bytes done and in total, which shows them after a second."""
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 
     def columns() -> tuple[Any, ...]:

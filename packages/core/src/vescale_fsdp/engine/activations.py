@@ -28,21 +28,19 @@ hidden from hooks.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from vescale_fsdp import compat, devices, transfers
+from vescale_fsdp.engine.arguments import Activations
 from vescale_fsdp.engine.unit import Unit
 
-Activations: TypeAlias = (
-    Literal["recompute", "offload", "recompute+offload"] | Callable[..., Any] | Sequence[Any]
-)
 WORDS = ("recompute", "offload", "recompute+offload")
 MIN_BYTES = 16 << 10  # a copy of less takes longer to start than to run
 

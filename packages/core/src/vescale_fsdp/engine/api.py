@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from vescale_fsdp import devices
+from vescale_fsdp import devices, engine
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine.arguments import (
+    Activations,
     axes_of,
     check_arguments,
     check_engine_arguments,
@@ -41,11 +42,6 @@ from vescale_fsdp.engine.ownership import mark_taken, own_modules, params_to_sha
 from vescale_fsdp.engine.shadows import refuse_hidden
 from vescale_fsdp.engine.unit import Unit, follows_statistics, has_statistics
 
-if TYPE_CHECKING:
-    from vescale_fsdp.engine.activations import Activations
-    from vescale_fsdp.engine.granularity import Granularity, GranularityPolicy
-    from vescale_fsdp.engine.quantized import QuantizedGather, QuantizedReduce
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module | list[nn.Module])
 
 
@@ -61,13 +57,13 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     sharding: str | None = None,
     accumulate: Literal["unsharded", "sharded"] | None = None,
-    granularity: Granularity | GranularityPolicy | None = None,
+    granularity: engine.Granularity | engine.GranularityPolicy | None = None,
     unused: Literal["auto", "zeros"] = "auto",
     in_flight: int = 2,
     broadcast_buffers: bool = False,
     activations: Activations | None = None,
-    gather_codec: QuantizedGather | None = None,
-    reduce_codec: QuantizedReduce | None = None,
+    gather_codec: engine.QuantizedGather | None = None,
+    reduce_codec: engine.QuantizedReduce | None = None,
 ) -> ModuleT:
     """Shard a module's parameters over the ranks of a mesh, in place.
 

@@ -5,8 +5,8 @@ An error that FSDP2 has too has the same text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +17,10 @@ from vescale_fsdp import devices
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.unit import Unit, unit_of
 from vescale_fsdp.errors import warn_user
+
+Activations: TypeAlias = (
+    Literal["recompute", "offload", "recompute+offload"] | Callable[..., Any] | Sequence[Any]
+)
 
 # Settings of the root that hold for the whole model: the attribute of a unit, and its default.
 _ARGUMENTS_OF_ROOTS: Mapping[str, tuple[str, Any]] = {

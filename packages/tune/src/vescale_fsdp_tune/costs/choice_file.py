@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from msgspec import Meta
@@ -125,7 +125,9 @@ def parse_choice(text: str, path: str) -> Choice:
         try:
             msgspec.convert(value, _KEYS[key])
         except msgspec.ValidationError as error:
-            raise ValueError(f"{path}, line {lines[key]}: {key} is {value!r}: {error}") from error
+            choices, shown = get_args(_KEYS[key]), json.dumps(value)[:60]
+            why = f"expected {', '.join(map(str, choices))}" if "enum" in str(error) else error
+            raise ValueError(f"{path}, line {lines[key]}: {key} is {shown}: {why}") from error
     return _choice(values, path)
 
 
