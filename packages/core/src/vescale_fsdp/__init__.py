@@ -111,9 +111,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("checkpoint", "optim", "planner"):
         return import_module(f"vescale_fsdp.{name}")
-    if (
-        name in _COMPANIONS
-    ):  # those without a file: ``from vescale_fsdp import`` would replace the words
+    if name in _COMPANIONS:  # ``from vescale_fsdp import`` has other words for an AttributeError
         raise (AttributeError if name in ("costs", "elastic") else ImportError)(has_moved(name))
     if name not in __all__:
         raise AttributeError(f"module 'vescale_fsdp' has no attribute {name!r}")

@@ -14,15 +14,12 @@ from vescale_fsdp.program.passes import Passes
 from vescale_fsdp.program.predict import Names
 from vescale_fsdp.program.record import Record, merge
 from vescale_fsdp.program.reductions import Reduction
-from vescale_fsdp.program.rehearsal import Act, Action, Rehearsal, RehearsedUnit
 from vescale_fsdp.program.residency import Lease, Residency, State
 from vescale_fsdp.program.window import Policy, policy_of
 from vescale_fsdp.program.zero_table import ZERO_TABLE, Kept, Row
 
 __all__ = [
     "ZERO_TABLE",
-    "Act",
-    "Action",
     "Bundles",
     "Executor",
     "Kept",
@@ -33,8 +30,6 @@ __all__ = [
     "Program",
     "Record",
     "Reduction",
-    "Rehearsal",
-    "RehearsedUnit",
     "Residency",
     "Row",
     "Sendable",

@@ -147,8 +147,7 @@ def fully_shard(
     device = devices.current_device(mesh.device_type)
     subject = Subject(module, device, mp_policy, budget, ignored_params or ())
     blocks = _blocks_of(module, granularity)
-    plain = vescale_fsdp.fully_shard  # of the small models that measure the engine
-    problem, tuning = choose(subject, mesh, plain, blocks, is_given=is_given)
+    problem, tuning = choose(subject, mesh, vescale_fsdp.fully_shard, blocks, is_given=is_given)
     if budget.save_to is not None:
         write = partial(write_choice, budget.save_to, problem, tuning)
         result_of("written choice", ranks, ranks[0], write)

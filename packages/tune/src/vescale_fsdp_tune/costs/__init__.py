@@ -3,7 +3,7 @@
 * `model` describes a model by its shapes, its units and a trace of its activations. `layouts` calls
   the planner for its groups. `settings` and `machine` are those of the job.
 * `timeline` simulates the memory and the time of a step of `units`, by what the engine's own
-  scheduler does (`vescale_fsdp.program.Rehearsal`).
+  scheduler does (`vescale_fsdp.program.rehearsal`).
 * `estimate` has the figures of one layout, and `predicting` those of one candidate.
 * `problem` has what the tuner is asked and answers, `search` finds it among `divisions` and other
   settings. `choice_file` keeps it.

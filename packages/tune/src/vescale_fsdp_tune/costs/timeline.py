@@ -1,6 +1,6 @@
 """Simulates one training step on one rank: its memory in bytes, and its time in seconds.
 
-The engine's scheduler says what it does at each event (`vescale_fsdp.program.Rehearsal`). Units and
+The engine's scheduler says what it does at each event (`vescale_fsdp.program.rehearsal`). Units and
 groups count the bytes that ``engine/reduce`` and ``dbuffer/collectives`` need for it, and seconds.
 The letters mean:
 
@@ -68,7 +68,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vescale_fsdp.program import Act, Action, Rehearsal, RehearsedUnit, Sendable, sendable_if_small
+from vescale_fsdp.program import Sendable, sendable_if_small
+from vescale_fsdp.program.rehearsal import Act, Action, Rehearsal, RehearsedUnit
 from vescale_fsdp_tune.costs.account import (
     COMPUTE,
     COPIES,
