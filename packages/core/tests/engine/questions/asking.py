@@ -1,4 +1,4 @@
-"""How a file of questions is asked: a table of cases, one start of ranks, a test for each answer.
+"""How a file of questions is asked: a table of cases, few starts of ranks, a test for each answer.
 
 A file has ``CASES``, by name, and a function ``answers`` that ranks call. What a case asks is a
 function without arguments that raises where the answer is not the wanted one. Most call
@@ -28,6 +28,7 @@ from vescale_fsdp.testing import RankError, run_ranks
 from ..helpers import full_gradients, full_parameters, shard_units
 
 WIDTH, ROWS, CLASSES = 8, 6, 4
+AT_ONCE = 15  # cases that are asked after one start of ranks
 # Root and units as they are by default, and with a root that is resharded after its forward, too.
 SETTINGS: dict[str, dict[str, Any]] = {
     "": {},
@@ -104,34 +105,39 @@ def answer(cases: Cases, names: Sequence[str]) -> Answers:
 
 
 class Outcomes:
-    """What all ranks have answered. A rank that hangs or dies takes only its own case along."""
+    """What all ranks have answered. A rank that hangs or dies takes only its own case along.
+
+    A start of ranks asks the next `AT_ONCE` cases, so that workers that share a file between them
+    ask few of them twice, and a busy machine has time for them.
+    """
 
     def __init__(
-        self,
-        request: pytest.FixtureRequest,
-        cases: Cases,
-        answers: Callable[..., Answers],
-        timeout_s: int = 80,
+        self, request: pytest.FixtureRequest, cases: Cases, answers: Callable[..., Answers]
     ) -> None:
-        self.cases, self.answers, self.timeout_s = cases, answers, timeout_s
+        self.cases, self.answers = cases, answers
         items = [item for item in request.session.items if item.path == request.path]
         params = [item.callspec.params for item in items if hasattr(item, "callspec")]
         self.names = [each["name"] for each in params if each.get("name") in cases]
-        self.of_ranks: dict[int, list[Answers]] = {}  # by their number
+        self.found: dict[str, list[str]] = {}  # by name, one of each rank
 
     def check(self, name: str) -> None:
-        ranks = self.cases[name].ranks
-        if ranks not in self.of_ranks:
-            names = [each for each in self.names if self.cases[each].ranks == ranks]
+        if name not in self.found:
+            later = self.names[self.names.index(name) :]
+            ranks = self.cases[name].ranks
+            alike = [each for each in later if self.cases[each].ranks == ranks]
             try:
-                self.of_ranks[ranks] = run_ranks(
-                    self.answers, ranks, *names, timeout_s=self.timeout_s
-                )
+                self.ask(alike[:AT_ONCE], timeout_s=80)
             except RankError:  # then each case has ranks of its own, when it is looked at
-                self.of_ranks[ranks] = []
-        found = self.of_ranks[ranks] or run_ranks(self.answers, ranks, name, timeout_s=20)
-        for rank, of_rank in enumerate(found):
-            assert not of_rank[name], f"rank {rank}: {of_rank[name]}"
+                self.found |= {each: [] for each in alike[:AT_ONCE]}
+        if not self.found[name]:
+            self.ask([name], timeout_s=20)
+        for rank, found in enumerate(self.found[name]):
+            assert not found, f"rank {rank}: {found}"
+
+    def ask(self, names: Sequence[str], timeout_s: int) -> None:
+        ranks = self.cases[names[0]].ranks
+        of_ranks = run_ranks(self.answers, ranks, *names, timeout_s=timeout_s)
+        self.found |= {name: [answers[name] for answers in of_ranks] for name in names}
 
 
 # Models and data, in float64: sums in another order differ by less than any mistake does.
