@@ -15,6 +15,7 @@ from vescale_fsdp import MixedPrecisionPolicy, clip_grad_norm_, fully_shard, uns
 from vescale_fsdp.testing import run_ranks
 
 from .helpers import full_gradients, full_parameters, shard_units
+from .partial_models import Stretch
 
 
 class Net(nn.Module):
@@ -296,3 +297,28 @@ def test_ranks_that_accumulated_differently_reduce_in_one_dtype() -> None:
     # 2 rows give a gradient of 2 per backward: 4 and 2 on the two ranks, so 3 on average.
     for gradient in run_ranks(accumulates_on_one_rank_only, 2, timeout_s=30):
         assert torch.equal(gradient, torch.full((4,), 3.0, dtype=torch.float64))
+
+
+def check_after_units_were_left_out() -> None:
+    """Ranks issue a reduction before or after the next all-gather, by what they leave out."""
+    model = Stretch().double()
+    shard_units(model, model.units)
+    inputs = torch.ones(2, 4, dtype=torch.double)
+    for step in range(3):
+        runs_it = (step + dist.get_rank()) % 2 == 0
+        model(inputs.clone().requires_grad_(), runs_it).sum().backward()
+        model.zero_grad()
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    handle = model.first.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model(inputs, False)
+    handle.remove()
+    model(inputs.clone().requires_grad_(), False).sum().backward()
+    assert all(param.grad is not None for param in model.first.parameters())
+
+
+def test_ranks_that_left_out_units_go_on_after_an_exception_on_all_of_them() -> None:
+    run_ranks(check_after_units_were_left_out, 2)

@@ -350,13 +350,16 @@ class Issued:
     """
 
     def __init__(self) -> None:
-        self.subject = 0  # what is sent, beside its size: hashed too
+        # The units of the last all-gather, hashed with its size. Not with that of a reduction: a
+        # rank may issue one before or after the next all-gather.
+        self.subject = 0
         self._of = {"gathers": (0, 0), "reductions": (0, 0)}
 
     def count(self, kind: Literal["gathers", "reductions"], num_elements: int) -> None:
         """Count a collective."""
         number, digest = self._of[kind]
-        self._of[kind] = number + 1, hash((digest, num_elements, self.subject))
+        subject = self.subject if kind == "gathers" else 0
+        self._of[kind] = number + 1, hash((digest, num_elements, subject))
 
     def as_list(self) -> list[list[int]]:
         """Return number and digest of all-gathers, then of reductions."""
