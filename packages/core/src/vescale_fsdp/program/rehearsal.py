@@ -1,12 +1,15 @@
 """A rank's step as data: what the scheduler decides at each event, without tensors and time.
 
 The caller says what modules and autograd say in a step: a forward begins, half of a unit's
-gradients are there. It gets what the engine would carry out then, in order. Two units with
-``in_flight=2``, the root first::
+gradients are there. It gets what the engine would carry out then, in order. A root and two blocks
+on an accelerator, with ``in_flight=2``::
 
-    before_forward(0)    GATHER 0, GATHER 1 (prefetched), WAIT 0
-    before_forward(1)    WAIT 1
-    after_forward(1)     FREE 1
+    forward of 0 begins     BEGIN_PASS, GATHER 0, GATHER 1 (prefetched), WAIT 0
+    forward of 1 begins     GATHER 2 (prefetched), WAIT 1
+    forward of 1 ends       FREE 1
+    ...
+    backward of 2 begins    GATHER 1 (prefetched), WAIT 2
+    backward of 2 ends      FREE 2, REDUCE 2
 
 =============  ===================================================================================
 BEGIN_PASS     the outermost forward begins
