@@ -201,10 +201,12 @@ def _parts() -> Iterator[Part]:
 
     yield Part(
         "One GPU",
-        "World size 1 uses NCCL. In larger worlds the other ranks do not exist, and nothing is "
-        "sent: torch's fake group copies the own part once for each other rank, which is most "
-        "of the copies with 64. Here the host's processor limits both engines (host ms is about "
-        "the time of a step), so a faster one changes the ratios. Three rounds of 5 steps only.",
+        "World size 1 uses NCCL, and FSDP2 a path of its own there, with most of its copies: it "
+        "says nothing about several GPUs. In larger worlds the other ranks do not exist, and "
+        "nothing is sent: torch's fake group copies the own part once for each rank, which with "
+        "64 is most of the copies of both engines. A step takes about as long as the host needs "
+        "to queue it, so a faster host probably changes the ratios. Three rounds of 5 steps only "
+        "([what the figures do not say](../docs/design/performance.md#cuda)).",
         [read(gpu_single.FILE)],
         [gpu_single.lines()],
     )
