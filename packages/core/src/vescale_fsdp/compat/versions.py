@@ -131,14 +131,14 @@ def runs_all() -> bool:
 
 
 def apply_outside(function: Any, *args: Any) -> Any:
-    """Apply an autograd function to tensors that no transformation of ``torch.func`` has wrapped.
+    """Apply an `OutsideFunction`, also while a transformation of ``torch.func`` is active.
 
-    A transformation that is active is one of inputs, and the weights are outside of it.
+    Such a transformation is one of inputs, and the weights are outside of it.
     """
     if not _C._are_functorch_transforms_active():
         return function.apply(*args)
     with torch._functorch.utils.enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)
+        return function.apply(*args)
 
 
 def run_when_ready(node: Any) -> None:
