@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 
 from vescale_fsdp.cli import main
 from vescale_fsdp.cli.checkup import Section, devices, look, steps
