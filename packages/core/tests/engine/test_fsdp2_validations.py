@@ -301,11 +301,9 @@ def test_dtypes_by_parameter_are_refused() -> None:
 
 def calls() -> list[str]:
     model = fully_shard(nn.Linear(4, 4))
-    model.set_keep_unsharded_storage(False)
     model.set_manual_backward_finalization(False)
     said = []
     for call in (
-        lambda: model.set_keep_unsharded_storage(True),
         lambda: model.set_manual_backward_finalization(True),
         lambda: model.finalize_backward(async_op=True),
     ):
@@ -316,7 +314,6 @@ def calls() -> list[str]:
 
 
 def test_its_methods_are_refused() -> None:
-    keep, manual, finalize = run_ranks(calls, 1)[0]
-    assert "set_reshard_after_forward(False)" in keep
+    manual, finalize = run_ranks(calls, 1)[0]
     assert "torch.distributed.pipelining of torch 2.15" in manual
     assert finalize == manual

@@ -268,13 +268,18 @@ class TuningMethods:
     # Of torch 2.15
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Refused: unsharded parameters have no stable addresses."""
-        if keep:
-            raise NotImplementedError(
-                "set_keep_unsharded_storage is not supported; call "
-                "set_reshard_after_forward(False) and set_reshard_after_backward(False), so that "
-                "parameters stay unsharded"
-            )
+        """Set whether a reshard leaves the unsharded parameters their memory, for CUDA graphs.
+
+        Their ``data_ptr()`` is the same after each unshard, until the module is converted or moved
+        (``module.to()``). What they hold is undefined while they are sharded. Switched off, the
+        next reshard frees the memory.
+
+        Memory: the unsharded parameters of all of these units, in the dtype of compute, at all
+        times.
+        """
+        for unit in units_of(self, recurse):
+            for group in unit.groups:
+                group.keeps_storage = keep
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Refused: a backward reduces its gradients at its end."""
