@@ -1,4 +1,4 @@
-"""``set_keep_unsharded_storage``: a reshard leaves memory where it is, beside FSDP2 of torch 2.15."""
+"""``set_keep_unsharded_storage``: a reshard leaves memory where it is, as in FSDP2 of 2.15."""
 
 from __future__ import annotations
 

@@ -49,6 +49,7 @@ from vescale_fsdp.compat.tracing import (
 from vescale_fsdp.compat.versions import (
     REDUCES_IN_OWN_DTYPE,
     TENSOR_DATA,
+    GradientReductionHandle,
     agents_in,
     apply_outside,
     archive_records,
@@ -96,6 +97,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "FileStore",
+    "GradientReductionHandle",
     "NormPartial",
     "ProcessGroupAllocAllGather",
     "ProcessGroupAllocReduceScatter",

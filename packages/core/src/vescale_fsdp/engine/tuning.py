@@ -281,19 +281,6 @@ class TuningMethods:
             for group in unit.groups:
                 group.keeps_storage = keep
 
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Refused: a backward reduces its gradients at its end."""
-        if enabled:
-            raise NotImplementedError(
-                "set_manual_backward_finalization is not supported, so torch.distributed."
-                "pipelining of torch 2.15 cannot run sharded stages; it can with torch 2.13 and "
-                "2.14"
-            )
-
-    def finalize_backward(self, *, async_op: bool = False) -> None:
-        """Refused, as `set_manual_backward_finalization`."""
-        self.set_manual_backward_finalization(True)
-
     def _unit(self) -> Unit:
         unit = unit_of(self)  # type: ignore[arg-type]
         assert unit is not None, "only fully_shard makes an FSDPModule"
