@@ -50,6 +50,7 @@ from vescale_fsdp.compat.tracing import (
 from vescale_fsdp.compat.versions import (
     REDUCES_IN_OWN_DTYPE,
     TENSOR_DATA,
+    GradientReductionHandle,
     agents_in,
     apply_outside,
     archive_records,
@@ -97,6 +98,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "FileStore",
+    "GradientReductionHandle",
     "NormPartial",
     "OutsideFunction",
     "ProcessGroupAllocAllGather",
