@@ -434,6 +434,7 @@ _SET_BY_USERS = (
     "max_reductions",
     "offloads_activations",
     "recomputes",
+    "finalizes_by_hand",
     "has_ignored",
 )
 
