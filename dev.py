@@ -95,8 +95,8 @@ USAGE = f"""usage: python3 dev.py COMMAND [arguments for what it runs]
   mutations [NAME]
           faults put into the engine, each with the tests that have to find it (30 minutes)
   shape   lower the figures of integration_tests/shape that have become less
-  nightly what "test" leaves out (tests marked nightly: stock FSDP2's faults, more random models),
-          torchtune's recipes, core-newest, mutations, fuzz and faults (3 hours)
+  nightly all of the core's tests on the oldest torch and on {NEWEST}; what "test" leaves out of the
+          others (tests marked nightly), torchtune's recipes, mutations, fuzz and faults (4 hours)
   gpu     what is simulated elsewhere, on a GPU, and one page of what held (gpu-report.md)
   docs    the documentation site, strictly, into .dev/site, and the tests of what it says
   release [TAG] [--dry-run]
@@ -184,12 +184,14 @@ def can_make(name: str, limit_s: float | None = None) -> bool:
 
 
 def nightly() -> int:
-    """Run what takes too long for every change, also after a part has failed."""
-    codes = [
-        run_environment(name, ["-m", "nightly"])
-        for name in ("core", "lightning", "accelerate", "integration", "deepspeed")
-    ]
-    codes.append(core_newest([]))
+    """Run what takes too long for every change, also after a part has failed.
+
+    Of the core it is everything, on the oldest torch and on the newest.
+    """
+    everything = ["-m", "nightly or not nightly"]
+    codes = [run_environment("core", everything), core_newest(everything)]
+    for name in ("lightning", "accelerate", "integration", "deepspeed"):
+        codes.append(run_environment(name, ["-m", "nightly"]))
     others = ("clients-torchtune", "mutations", "fuzz", "faults")
     return max(*codes, *(run_environment(name, []) for name in others))
 

@@ -75,7 +75,7 @@ NOT_RUN = {
 OTHERS = re.compile(
     r'no attribute "(full_tensor|to_local)"|"_foreach_lerp_" has|"_Fabric|"AsyncSave'
 )
-ONE_PROCESS = {("docs/checkpoints.md", 8)}
+ONE_PROCESS = {("docs/checkpoints.md", 9)}
 
 
 def all_blocks() -> list[Block]:

@@ -2,7 +2,8 @@
 
 Private names of torch are in these files only (tests/test_compat.py). So a new release of torch
 changes only these files. `versions` gives names of ours to private functions. `patches` adds
-to objects and tables of torch. They are for torch 2.13 to 2.15: docs/design/torch-versions.md.
+to objects and tables of torch. `checkpoints` has a protocol that is newer than the oldest torch.
+They are for torch 2.13 to 2.15: docs/design/torch-versions.md.
 """
 
 from torch._C._distributed_c10d import FileStore, Store
@@ -26,6 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
+from vescale_fsdp.compat.checkpoints import chunk_list, write_items
 from vescale_fsdp.compat.patches import (
     has_other_init_group,
     refuse_boxes,
@@ -114,6 +116,7 @@ __all__ = [
     "agents_in",
     "apply_outside",
     "archive_records",
+    "chunk_list",
     "coalescing",
     "concatenate_meshes",
     "count_groups_from_zero",
@@ -170,4 +173,5 @@ __all__ = [
     "without_step_hooks",
     "without_torch_function",
     "wrap_from_local",
+    "write_items",
 ]  # fmt: skip

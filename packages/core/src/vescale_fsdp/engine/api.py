@@ -80,7 +80,9 @@ def fully_shard(
         reshard_after_forward: whether to reshard after forward and all-gather again in backward.
             None: yes, except for the root of a model in training. An int k, which must divide the
             number of ranks: after forward each rank keeps one of k parts of the parameters, so
-            that the all-gather in backward is among k neighbouring ranks (of one machine).
+            that the all-gather in backward is among k neighbouring ranks (of one machine). In all
+            cases a backward that reads parameters which were changed since the forward raises
+            torch's error about "an inplace operation", as in one process.
         shard_placement_fn: ``parameter -> None | Shard(d) | ShardPlacementResult``, as in FSDP2.
             None: RaggedShard. ``Shard(d)``: this placement, in a buffer of its own. A
             result with a mesh: shard over that mesh (experts).

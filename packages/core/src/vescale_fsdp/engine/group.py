@@ -86,7 +86,7 @@ class Fetched(NamedTuple):
     """A running all-gather of one group, in a message with others."""
 
     work: ThenCopy
-    version: int  # of the shard that was sent
+    version: list[int]  # of the shard that was sent
 
 
 class Group:
@@ -136,7 +136,9 @@ class Group:
         self._is_checked = is_checked()
         self.on_gradient = on_gradient
         self.state = State.SHARDED
-        self._gathered_version = 0  # of the shards, when the last gather began
+        # Of the shards: when the last gather began, and up to where autograd knows of writes.
+        self._gathered_version: list[int] = []
+        self._known_version: list[int] = []
         self._guard = Guard()  # of the gathered parameters
         # Whether the user has gathered them, to look at or change until they are resharded.
         self.is_by_hand = False
@@ -329,14 +331,27 @@ class Group:
             self._inner_shard.drop()
 
     @property
-    def version(self) -> int:
-        """The version of the shard. It changes with each write to it."""
+    def version(self) -> list[int]:
+        """The versions of the shard, first of each parameter. They change with each write to it."""
         # Operators on a DTensor that is not ragged, and code of ``torch.compile``, count on the
         # wrapper only, which takes longer to read.
-        writes = sum([fsdp_param.sharded._local_tensor._version for fsdp_param in self.fsdp_params])  # type: ignore[attr-defined]
+        writes = [fsdp_param.sharded._local_tensor._version for fsdp_param in self.fsdp_params]  # type: ignore[attr-defined]
+        writes.append(self.num_writes)
         if compat.has_traced() or not self.fsdp_params[0].counts_writes:
-            writes += sum([fsdp_param.sharded._version for fsdp_param in self.fsdp_params])
-        return writes + self.num_writes
+            writes += [fsdp_param.sharded._version for fsdp_param in self.fsdp_params]
+        return writes
+
+    def _tell_of_writes(self, version: list[int]) -> None:
+        """Raise the versions of unsharded parameters whose shards were written to.
+
+        What a graph has saved of them is not what they are now. So its backward raises torch's
+        error if it reads them, as in one process.
+        """
+        known, self._known_version = self._known_version, version
+        if len(known) == len(version):  # else it is the first one
+            size = len(self.fsdp_params)
+            changed = [at for at, each in enumerate(version) if each != known[at] and at != size]
+            self._guard.outdate({at % (size + 1) for at in changed})
 
     # All-gathers
 
@@ -464,11 +479,15 @@ class Group:
     def finish_gather(self) -> None:
         """Wait for the all-gather. `show` then lets modules have the unsharded parameters."""
         assert self.state is not State.SHARDED, "start_gather comes first"
+        # Without an all-gather it has stayed since its forward, and may have been written to.
+        version = self.version if self._work is None else self._gathered_version
         if self.state is State.UNSHARDING:
             with compat.recorded("wait_for_unshard", [self.unit_name]):
                 self._wait()
             self._guard.open(self._gathered_params())
             self.state = State.UNSHARDED
+        if version != self._known_version:
+            self._tell_of_writes(version)
         self.follow_flags()
         self._users.add()
 

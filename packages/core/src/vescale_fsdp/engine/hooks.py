@@ -271,6 +271,8 @@ def pre_forward(
         if unit.offloads_activations:
             running.aside = engine.activations.aside(module)
             running.aside.__enter__()
+        if unit.is_stale:  # it has stayed, and was written to: as in one process
+            unit.refresh()
         unit.unshard()
         unit.show()
         _mark_read(unit, is_read=True)

@@ -39,7 +39,7 @@ class _Part(NamedTuple):
 
     message: GatherMessage
     first: int  # of its buffers in the message
-    version: list[int]  # of what was sent
+    version: list[list[int]]  # of what was sent
 
 
 class SmallGathers:

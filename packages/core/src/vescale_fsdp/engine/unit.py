@@ -186,7 +186,7 @@ class Unit(Residency):
         return not self.num_pins and any(group.is_stale for group in self.groups)
 
     @property
-    def version(self) -> list[int]:
+    def version(self) -> list[list[int]]:
         """The versions of its groups' shards. They change with each write."""
         return [group.version for group in self.groups]
 

@@ -9,6 +9,7 @@
 | view | ``view``, ``squeeze``, ``x[a:b]``, ``split``, ``expand`` ... | ragged |
 | other views | ``x.T``, ``x[:, 1]`` | gathered when it is read or written to |
 | random | ``normal_``, ``rand_like``, dropout ... | ragged, the numbers of one process |
+| memory | ``is_pinned()`` | that of this rank's part, without communication |
 | number | ``item()``, ``float()``, ``bool()`` of one element | that of the whole, on every rank |
 | gather | all else with new results: ``mm``, ``cat``, ``var`` ... | of the whole: an all-gather |
 | write | ``triu_``, ``cumsum_`` ... | in place; of the whole each rank stores its part |
@@ -146,6 +147,9 @@ _TABLE: dict[str, dict[Any, Callable[..., Any]]] = {
         aten.stack.default: views.join,
     },
     "random": random.RANDOM,
+    "memory": {  # a question about this rank's
+        aten.is_pinned.default: lambda func, x, *args: func(x._local_tensor, *args),
+    },
     "number": {
         aten._local_scalar_dense.default: lambda func, x: number(x),
         aten.item.default: lambda func, x: number(x),

@@ -57,6 +57,37 @@ class Box(NamedTuple):
         """The view of this part of the flat local tensor."""
         return local[self.start : self.start + math.prod(self.sizes)].view(self.sizes)
 
+    def place_of(self, index: Sequence[slice]) -> tuple[slice, ...] | None:
+        """Slices of the whole tensor as slices of this part; None if they are not within it."""
+        found = []
+        for each, offset, size in zip(index, self.offsets, self.sizes, strict=True):
+            if each.stop is None or not offset <= each.start <= each.stop <= offset + size:
+                return None
+            found.append(slice(each.start - offset, each.stop - offset, each.step))
+        return tuple(found)
+
+
+class LocalOffset(int):
+    """Where a box of this rank begins. A slice that begins with it shows what this rank holds.
+
+    So do those of a part of the box: sums are such offsets, too. Pickles are plain numbers.
+    """
+
+    __slots__ = ()
+
+    def __add__(self, other: int) -> LocalOffset:
+        return LocalOffset(int(self) + other)
+
+    __radd__ = __add__
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+def is_local(index: object) -> bool:
+    """Whether an index is a slice that begins with a `LocalOffset`."""
+    return type(index) is slice and type(index.start) is LocalOffset
+
 
 def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """Cover the half-open flat range [start, stop) of a row-major tensor exactly once.

@@ -16,12 +16,8 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import distribute_tensor as torch_distribute_tensor
@@ -35,11 +31,13 @@ from vescale_fsdp.compat import (
     RaggedSpec,
     TensorMeta,
 )
-from vescale_fsdp.ragged.base import FSDPTensor
+from vescale_fsdp.ragged.base import NAME, FSDPTensor
 from vescale_fsdp.ragged.holdings import (
     Box,
+    LocalOffset,
     check_placements,
     contiguous_strides,
+    is_local,
     normalized,
     ragged_axis_of,
 )
@@ -224,39 +222,81 @@ class RaggedTensor(FSDPTensor):
         local = self._local_tensor
         return (local.wait() if isinstance(local, PendingTensor) else local).detach()
 
-    # Distributed checkpoint's protocol. It knows boxes; a flat range is up to 2*ndim-1 of them.
+    # Distributed checkpoint's protocols: its three methods, and since torch 2.14 the attributes of
+    # `CheckpointableTensor`. They know boxes; a flat range is up to 2*ndim-1 of them.
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return tuple(self.shape)
+
+    @property
+    def global_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Where the boxes of this rank begin in the whole tensor. None on ranks without elements.
+
+        A tensor without any has one box, of the first rank, so that a checkpoint has its name.
+        """
+        return tuple([box.offsets for box in self._boxes()])
+
+    @property
+    def local_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """The same: a DTensor has the global size, and is indexed by global coordinates.
+
+        Slices ``slice(offset, offset + size)`` that begin with them show this rank's part, as plain
+        tensors that share its memory, without communication. Slices by other numbers are those of
+        any DTensor, and all ranks must make them alike.
+        """
+        return tuple([tuple(map(LocalOffset, box.offsets)) for box in self._boxes()])
+
+    @property
+    def local_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the boxes."""
+        return tuple([box.sizes for box in self._boxes()])
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """As of a DTensor, unless all slices begin with `local_offsets`.
+
+        Raises:
+            IndexError: slices that begin so, but show elements of other ranks.
+        """
+        if type(index) is tuple and len(index) == self.dim() and all(map(is_local, index)):
+            boxes = self._boxes()
+            for box in boxes:
+                if (place := box.place_of(index)) is not None:
+                    return self._in_box(box, getattr(self, NAME, ""))[place]
+            if index:  # one without dimensions is on one rank, and on others what a DTensor gives
+                raise IndexError(
+                    f"the slices {index} begin with local offsets, and must be of one of the boxes "
+                    f"of this rank, which are {[(box.offsets, box.sizes) for box in boxes]}"
+                )
+        return super().__getitem__(index)
 
     def _boxes(self) -> list[Box]:
         spec = self._spec
+        if spec.mesh.get_coordinate() is None:  # a rank outside of the mesh holds nothing
+            return []
         if self.numel() == 0:  # nobody holds an element: the first rank names the entry
             first = not any(coordinate_of(spec))
             return [Box((0,) * self.dim(), tuple(self.shape), 0)] if first else []
         return held_here(spec).boxes
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            _BoxItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
+        self._raise_if_contains_partial_placements()
+        return [_BoxItem(**vars(item)) for item in compat.write_items(fqn, self)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
-            for box in self._boxes()
-        ]
+        self._raise_if_contains_partial_placements()  # as those of a DTensor do
+        return compat.chunk_list(self)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        for box in self._boxes():
-            if index.offset is not None and tuple(index.offset) == box.offsets:
+        boxes = self._boxes()
+        wanted = None if index.offset is None else tuple(index.offset)
+        for box in boxes:
+            if wanted == box.offsets or (wanted is None and len(boxes) == 1):
                 return self._in_box(box, index.fqn)
         raise ValueError(
             f"checkpoint entry {index.fqn!r} has a chunk at {index.offset}, but this rank holds "
-            f"{[box.offsets for box in self._boxes()]}"
+            f"{[box.offsets for box in boxes]}"
         )
 
     def _in_box(self, box: Box, fqn: str) -> torch.Tensor:

@@ -89,8 +89,7 @@ def write_metadata(folder: Path, written: Sequence[Any]) -> list[str]:
         for index, span in places.items()
     }
     known = Metadata({**boxes, **others}, paths, storage, StorageMeta())
-    if hasattr(filesystem, "CURRENT_DCP_VERSION"):
-        known.version = filesystem.CURRENT_DCP_VERSION
+    known.version = filesystem.CURRENT_DCP_VERSION
     write_file(folder / METADATA, pickle.dumps(known))
     return [*files, METADATA]
 
