@@ -68,6 +68,11 @@ def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     return {kind: backend_name(group, kind) for kind in kinds}
 
 
+def nccl_devices(group: dist.ProcessGroup) -> list[str]:
+    """The device types for which NCCL runs the collectives of a group."""
+    return [kind for kind, name in backends_of(group).items() if name == "nccl"]
+
+
 def is_fake() -> bool:
     """Whether the default group has torch's "fake" backend: the other ranks do not exist."""
     return "fake" in backends_of().values()
