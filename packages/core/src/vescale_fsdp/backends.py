@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from vescale_fsdp import devices
 
+# What torch's implementations of NCCL call themselves, too. 2.15 makes the first for "nccl".
+_OF_NCCL = {"nccl2", "nccl-lazy", "nccl-legacy"}
 # By device type, because to ask takes longer than to start a short collective. A backend that has
 # no name yet, or none at all, is asked for again.
 _NAMES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
@@ -135,4 +137,6 @@ def _name_of(backend: Any) -> str:
         name = cast(str, backend.name()).lower()
     except (AttributeError, RuntimeError):  # it is None, or has no name
         return ""
+    if name in _OF_NCCL:
+        return "nccl"
     return "" if name == "undefined" else name

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from vescale_fsdp import RankMismatchError, compat, fully_shard
-from vescale_fsdp.ranks import alarm, collectives, everyone, waits
+from vescale_fsdp.ranks import Ranks, alarm, collectives, everyone, waits
 from vescale_fsdp.testing import run_ranks
 
 
@@ -56,7 +56,7 @@ def listeners() -> list[threading.Thread]:
 
 def hear() -> None:
     end = time.monotonic() + 20
-    while not (waits._fault.has_aborted and waits.is_cut()):
+    while not waits.has_aborted():
         assert time.monotonic() < end, "nothing is heard"
         time.sleep(0.01)
 
@@ -103,13 +103,37 @@ def test_all_ranks_hear_the_first_reason_and_abort_each_communicator_once() -> N
         assert num_aborts == [1, 1]
 
 
+WAITS_FOR_0 = {
+    "a round": lambda: everyone().barrier("a step"),
+    "a name, asked for": lambda: Ranks([0, 1], 1).barrier("a step"),
+    "a name, given": lambda: Ranks([1, 0], 1).barrier("a step"),
+}
+
+
+def waits_in_the_store(name: str) -> str:
+    make()
+    everyone().barrier("the beginning")
+    if dist.get_rank() == 0:
+        waits.abort("rank 0 gave up")
+        return ""
+    with pytest.raises(RankMismatchError) as caught:
+        WAITS_FOR_0[name]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", WAITS_FOR_0)
+def test_a_wait_in_the_store_ends(name: str) -> None:
+    _, text = run_ranks(waits_in_the_store, 2, name)
+    assert text == "the ranks are no longer connected: rank 0 gave up"
+
+
 def asks_again() -> list[str]:
     group = make()
     everyone().barrier("the beginning")
     if dist.get_rank() == 0:
         waits.abort("rank 0 gave up")
+    hear()
     said = []
-    # It waits in this round, and rank 0 does not begin it.
     for ask in (
         lambda: everyone().barrier("a step"),
         lambda: everyone().together("a test", lambda: 1, list),
@@ -126,7 +150,7 @@ def asks_again() -> list[str]:
     return said
 
 
-def test_whatever_is_asked_next_raises_and_so_does_a_wait_in_the_store() -> None:
+def test_whatever_is_asked_next_raises() -> None:
     for said in run_ranks(asks_again, 2):
         assert said == ["the ranks are no longer connected: rank 0 gave up"] * 6
 

@@ -302,9 +302,6 @@ def wait_for_keys(
 ) -> None:
     """Block until all of ``keys`` are set.
 
-    Where NCCL is used it asks again and again, so that an alarm ends it: the store has no wait that
-    another thread can end. It lasts at most twice as long, and half a second.
-
     Args:
         seconds: the limit.
         ranks: the global ranks that this rank waits for.
@@ -316,16 +313,25 @@ def wait_for_keys(
         RankMismatchError: there was an alarm.
     """
     with Waiting(what, ranks):
-        if alarm.present() is None:
-            threads.carry_out(lambda: store.wait(keys, delta(seconds)))
-            return
-        deadline, pause_s = time.monotonic() + seconds, _POLL_S
-        while not store.check(keys):
-            check()
-            if time.monotonic() > deadline:
-                raise dist.DistStoreError(f"{keys} were not set in {seconds:.0f} s")
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+        threads.carry_out(lambda: until_set(store, keys, seconds))
+
+
+def until_set(store: Any, keys: list[str], seconds: float) -> None:
+    """`wait_for_keys` without a report.
+
+    Where NCCL is used it asks again and again, so that an alarm ends it: the store has no wait that
+    another thread can end. It lasts at most twice as long, and half a second longer.
+    """
+    if alarm.present() is None:
+        store.wait(keys, delta(seconds))
+        return
+    deadline, pause_s = time.monotonic() + seconds, _POLL_S
+    while not store.check(keys):
+        check()
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"{keys} were not set in {seconds:.0f} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
 
 # When it has failed
@@ -401,6 +407,13 @@ def abort(why: str, groups: Iterable[dist.ProcessGroup] = ()) -> None:
     threads.end(_no_longer_connected())
 
 
+def _hear(why: str) -> None:
+    if not has_aborted():
+        # The host may wait for something that does not end.
+        _log.error("rank %d ends its waits for other ranks: %s", dist.get_rank(), why)
+        abort(why)
+
+
 def _tell(why: str) -> None:
     present = alarm.present()
     if present is not None:
@@ -461,8 +474,13 @@ def check(error: Exception | None = None) -> None:
     Raises:
         RankMismatchError: with the reason.
     """
-    if _fault.has_aborted and is_cut():
+    if has_aborted():
         raise _no_longer_connected() from error
+
+
+def has_aborted() -> bool:
+    """Whether communicators of NCCL in this default group were aborted."""
+    return _fault.has_aborted and is_cut()
 
 
 def is_closed(group: dist.ProcessGroup) -> bool:
@@ -482,7 +500,7 @@ def register(group: dist.ProcessGroup) -> None:
     assert world is not None, "a group has been made"
     _ours[group] = weakref.ref(world)
     if nccl_devices(group):
-        alarm.install(abort)
+        alarm.install(_hear)
 
 
 def advice(*, timed_out: bool) -> str:
