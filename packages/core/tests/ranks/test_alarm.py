@@ -5,6 +5,7 @@ There is no NCCL here: groups say that they are its own.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -266,16 +267,39 @@ def test_the_reason_of_an_attempt_before_is_no_alarm() -> None:
 SCRIPT = f"""
 import sys, torch.distributed as dist
 sys.path[:0] = {sys.path!r}
-from {__name__} import Fake
-from vescale_fsdp.ranks import alarm, waits
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-alarm.LOOK_S = 1000.0
-group = Fake()
-waits.register(group)
+from {__name__} import *
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, 2, rank == 0) if port else dist.HashStore()
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2 if port else 1)
+alarm.LOOK_S = 0.5 if port else 1000.0
+waits.register(group := Fake())
 assert alarm.present() is not None
+if port:
+    everyone().barrier("the beginning")
+    if rank == 0:
+        waits.abort("rank 0 gave up")
+        sys.exit(7)  # with the store
+    hear()
+    waits.check()
 """
 
 
+def start(rank: int, port: int) -> Any:
+    command = [sys.executable, "-c", SCRIPT, str(rank), str(port)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 def test_a_process_ends_at_once_and_says_nothing() -> None:
-    ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stderr) == (0, "")
+    with start(0, 0) as alone:
+        assert alone.communicate(timeout=60) == ("", "")
+    assert alone.returncode == 0
+
+
+def test_the_process_of_the_store_ends_when_all_have_heard() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with start(0, port) as first, start(1, port) as second:
+        said = second.communicate(timeout=60)[1]
+        first.communicate(timeout=60)
+    assert "RankMismatchError: the ranks are no longer connected: rank 0 gave up" in said
+    assert (first.returncode, second.returncode) == (7, 1)
