@@ -95,6 +95,41 @@ def test_pages_go_to_the_next_region_of_the_size(num_bytes: int) -> None:
     assert is_all(a, 4.0)
 
 
+def test_what_a_region_keeps_is_no_one_elses() -> None:
+    (first, a), (second, b) = region_and_view(), region_and_view()
+    for region in (first, second):  # the first one's are spare, and its own again
+        region.materialize()
+        region.release()
+    first.materialize()
+    a.fill_(3.0)
+    before = resident_bytes()
+    first.release(keeps=True)
+    hand_back()
+    second.materialize()
+    b.fill_(1.0)
+    assert is_all(a, 3.0)
+    assert resident_bytes() - before > 48 * MIB  # they are two
+    second.release()
+    first.materialize()
+    assert is_all(a, 3.0)
+    first.release()
+    hand_back()
+    assert resident_bytes() - before < -48 * MIB
+
+
+def test_what_a_resized_region_keeps_stays_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CAN_MAP", False)
+    region = make_region(1000, CPU)
+    region.materialize()
+    region.release(keeps=True)
+    assert (region.is_materialized, region.storage.nbytes()) == (False, 1000)
+    address = region.storage.data_ptr()
+    region.materialize()
+    assert region.storage.data_ptr() == address
+    region.release()
+    assert region.storage.nbytes() == 0
+
+
 def test_no_more_pages_are_kept_than_were_needed_at_once() -> None:
     (large, a), (small, b) = region_and_view(64 * MIB), region_and_view(32 * MIB)
     before = resident_bytes()

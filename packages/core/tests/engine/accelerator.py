@@ -153,6 +153,9 @@ class _Nothing:
     def wait_stream(self, other: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
     def synchronize(self) -> None: ...
+    def is_capturing(self) -> bool:
+        return False
+
     def record_event(self, event: Any = None) -> _Nothing:
         return self
 
@@ -397,12 +400,10 @@ def nccl_like_world(backend: str | None = "stand_in") -> Iterator[None]:
     if "STAND_IN" not in dist.Backend._plugins:
         dist.Backend.register_backend("stand_in", NCCLLike, devices=[DEVICE.type])
     defaults = {"cpu": "stand_in"}  # by the device that torch finds on this machine
-    # The flight recorder of torch 2.15 does not take groups in Python.
-    with (
-        mock.patch.dict(os.environ, TORCH_FR_BUFFER_SIZE="0"),
-        mock.patch.dict(dist.Backend.default_device_backend_map, defaults),
-        accelerator(),
-    ):
+    defaults_of_torch = mock.patch.dict(dist.Backend.default_device_backend_map, defaults)
+    # Torch 2.15 would record what groups do, and asks for a backend of C++ for that.
+    no_recorder = mock.patch.dict(os.environ, {"TORCH_FR_BUFFER_SIZE": "0"})
+    with defaults_of_torch, no_recorder, accelerator():
         timeout = timedelta(seconds=20)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         yield

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp
 from torch import Tensor, nn
 
 from vescale_fsdp import fully_shard
-
-# Their stages call ``finalize_backward``, which is refused by name (test_fsdp2_validations).
-with_pipelines_before_2_15 = pytest.mark.skipif(
-    hasattr(torch.distributed.fsdp.FSDPModule, "finalize_backward"),
-    reason="stages of torch 2.15 finalize backwards themselves",
-)
 
 Tensors = dict[str, Tensor | None]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +40,10 @@ def shard_module_list() -> None:
 
 
 def shard_traced() -> None:
-    fully_shard(nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.15 calls it deprecated
+        traced = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
+    fully_shard(nn.Sequential(traced))
 
 
 def shard_twice() -> None:

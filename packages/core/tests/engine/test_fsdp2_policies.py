@@ -24,7 +24,7 @@ import vescale_fsdp
 from vescale_fsdp import compat
 from vescale_fsdp.testing import run_ranks
 
-from .helpers import full_gradients, with_pipelines_before_2_15
+from .helpers import full_gradients
 from .libraries import (
     LIBRARIES,
     Library,
@@ -428,7 +428,6 @@ def trains_a_pipeline(library: Library) -> None:
             stage.zero_grad()
 
 
-@with_pipelines_before_2_15
 def test_an_interleaved_pipeline_trains_sharded_stages() -> None:
     for outcomes in observe_all([trains_a_pipeline], 4).values():
         assert outcomes == [("returned", None)] * 4

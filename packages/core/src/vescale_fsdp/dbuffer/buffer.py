@@ -94,9 +94,13 @@ class FlatBuffer:
             with within or devices.private_memory(self.flat.device):
                 self.region.materialize()
 
-    def release(self) -> None:
-        """Free the memory. No collective may use it at this time."""
-        self.region.release()
+    def release(self, *, keeps: bool = False) -> None:
+        """Free the memory. No collective may use it at this time.
+
+        Args:
+            keeps: count as freed, but leave the memory where it is, for the next `materialize`.
+        """
+        self.region.release(keeps=keeps)
 
 
 class plain_tensors:

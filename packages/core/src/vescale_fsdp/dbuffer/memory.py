@@ -76,7 +76,7 @@ class Mapped:
             self._mapping.madvise(mmap.MADV_HUGEPAGE, offset, whole)
         tensor = torch.frombuffer(self._mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
         self.storage = tensor.untyped_storage()
-        self.is_materialized = False
+        self.is_materialized = self._has_kept = False
         self._address, self.num_bytes = tensor.data_ptr(), num_bytes
         rest = -(-(num_bytes - whole) // mmap.PAGESIZE) * mmap.PAGESIZE
         # The kernel moves no range with both kinds of pages.
@@ -87,6 +87,8 @@ class Mapped:
         if self.is_materialized:
             return
         self.is_materialized = True
+        if self._has_kept:
+            return
         with _lock:
             own = _spare.pop(self._address, None)
             if own is not None and own() is self:
@@ -99,10 +101,12 @@ class Mapped:
                     return
             _hand_back()
 
-    def release(self) -> None:
-        """Free the memory. Does nothing if there is none."""
+    def release(self, *, keeps: bool = False) -> None:
+        """Free the memory, unless it ``keeps`` it for itself. Does nothing if there is none."""
         if self.is_materialized:
-            self.is_materialized = False
+            self.is_materialized, self._has_kept = False, keeps
+            if keeps:
+                return
             with _lock:
                 _spare[self._address] = weakref.ref(self)
 
@@ -159,8 +163,12 @@ class Region(Protocol):
     def materialize(self) -> None:
         """Allocate memory, uninitialised. Does nothing if there is memory."""
 
-    def release(self) -> None:
-        """Free the memory. Does nothing if there is none."""
+    def release(self, *, keeps: bool = False) -> None:
+        """Free the memory. Does nothing if there is none.
+
+        Args:
+            keeps: do not free it, but count as freed: the next `materialize` finds it where it was.
+        """
 
 
 def _is_mapped(device: torch.device) -> bool:
@@ -187,7 +195,7 @@ class _Kept(Mapped):
     def materialize(self) -> None:
         self.is_materialized = True
 
-    def release(self) -> None:
+    def release(self, *, keeps: bool = False) -> None:
         self.is_materialized = False
 
 
@@ -201,7 +209,7 @@ class Borrowed:
     def materialize(self) -> None:
         pass
 
-    def release(self) -> None:
+    def release(self, *, keeps: bool = False) -> None:
         pass
 
 
@@ -216,12 +224,14 @@ class _Resized:
 
     def materialize(self) -> None:
         if not self.is_materialized:
-            self.storage.resize_(self.num_bytes)
+            if self.storage.nbytes() != self.num_bytes:  # else it was kept
+                self.storage.resize_(self.num_bytes)
             self.is_materialized = True
 
-    def release(self) -> None:
+    def release(self, *, keeps: bool = False) -> None:
         if self.is_materialized:
-            self.storage.resize_(0)
+            if not keeps:
+                self.storage.resize_(0)
             self.is_materialized = False
 
 
@@ -238,7 +248,7 @@ class _Poisoned:
     def materialize(self) -> None:
         self.is_materialized = True
 
-    def release(self) -> None:
+    def release(self, *, keeps: bool = False) -> None:
         if self.is_materialized:
             self._bytes.fill_(0xFF)
             self.is_materialized = False

@@ -43,7 +43,13 @@ from vescale_fsdp.engine.api import fully_shard, refuse_other_engines
 from vescale_fsdp.engine.containers import map_tensors
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method
 from vescale_fsdp.engine.late import check_reduced, late_modules
-from vescale_fsdp.engine.methods import FSDPModule, UnshardHandle, share_comm_ctx, unsharded
+from vescale_fsdp.engine.methods import (
+    FSDPModule,
+    GradientReductionHandle,
+    UnshardHandle,
+    share_comm_ctx,
+    unsharded,
+)
 from vescale_fsdp.engine.ownership import replaced_parameters
 from vescale_fsdp.engine.unfilled import blank_tensors, mark_blank, materialize
 from vescale_fsdp.engine.unit import unreduced_parameters
@@ -81,6 +87,7 @@ __all__ = [
     "DataParallelMeshDims",
     "ErrorFeedback",
     "FSDPModule",
+    "GradientReductionHandle",
     "Granularity",
     "GranularityPolicy",
     "MixedPrecisionPolicy",

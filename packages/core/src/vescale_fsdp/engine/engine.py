@@ -114,6 +114,10 @@ class Engine(Executor):
         self.num_calls = 0  # of ``fully_shard``, when it has last looked for units (`late`)
         self._small_gathers: SmallGathers | None = None  # of the pass that runs
         self._has_left = False  # a step, by an exception on this rank
+        # The reductions that `finalize` has issued, and nobody has waited for yet.
+        self.finalization: object | None = None
+        # Whether a backward has run since then that the user is to finalize.
+        self.awaits_finalization = False
         self._begun_in = _NONE  # the backward, perhaps of another model, that the last pass ran in
         axes = [*self._axes.values()]
         self._reducing = Reducing(groups, axes, self.comm, self.is_stalled, asks=unused != "zeros")
@@ -297,6 +301,8 @@ class Engine(Executor):
         """Arrange that `end_backward` is called at the end of the current backward."""
         if self._end is not None and self._end() is not None:
             return
+        if self.finalization is not None:
+            self.refuse_unfinished("backward")
         if self._end is not None:  # another one has raised before its end
             self._drop_step(MEETING_TIMEOUT_S)
         # Autograd alone holds it, until the backward has ended or raised an error. No frame
@@ -306,9 +312,13 @@ class Engine(Executor):
         compat.queue_backward_callback(end)
         del end
         self._leaves_out = self._finds_no_parameters(is_plain)
+        root = self._units[0]()
+        self.awaits_finalization |= root is not None and root.finalizes_by_hand
         for unit in self.units():
             unit.lasts &= makes_graph  # the last backward frees them
-        self._begin_reductions()
+        self.num_backwards += 1
+        self.passes.window.policy = self._policy()
+        self.passes.begin_backward()
         if self._begun_in == _NONE:  # else its forward has told
             self._note_root()
 
@@ -343,17 +353,6 @@ class Engine(Executor):
     def fsdp_params(self) -> Iterator[FSDPParam]:
         """The parameters of all units."""
         return (fsdp_param for unit in self.units() for fsdp_param in unit.fsdp_params())
-
-    def reduce_waiting(self) -> None:
-        """Reduce gradients of backwards without synchronization, outside of a backward."""
-        self._leaves_out = False
-        self._begin_reductions()
-        self.finish_backward()
-
-    def _begin_reductions(self) -> None:
-        self.num_backwards += 1
-        self.passes.window.policy = self._policy()
-        self.passes.begin_backward()
 
     def due(self) -> Sequence[Reduction]:
         """Return the groups to reduce in this backward, the last defined first."""
@@ -426,6 +425,77 @@ class Engine(Executor):
         """Set the gradients of the sharded parameters."""
         self._reducing.publish(self.passes.reductions.due, self.units())
 
+    # Reductions of what backwards without synchronization have left, outside of a backward
+
+    def reduce_waiting(self) -> None:
+        """Reduce them, set ``.grad``, and reshard."""
+        self._issue_waiting()
+        with plain_tensors():
+            self.passes.finish_reductions()
+
+    def _issue_waiting(self) -> None:
+        self.num_backwards += 1
+        policy = self.passes.window.policy = self._policy()
+        with plain_tensors():
+            due = self._reducing.due(self.units(), policy.small_bytes, only_waiting=True)
+            self.passes.begin_finalization(due)
+            self.passes.issue_reductions()
+
+    def finalize(self) -> object:
+        """Issue them, and reshard. Returns what `finish_finalization` asks for.
+
+        Raises:
+            RuntimeError: the user does not finalize backwards of this model, or not now; or a
+                setting keeps gradients from being reduced over replicas.
+        """
+        units = self.units()
+        self.refuse_unfinished("finalizing backward again")
+        if not units[0].finalizes_by_hand:
+            raise RuntimeError(
+                "FSDP finalize_backward requires manual backward finalization. Call "
+                "set_manual_backward_finalization(True) before forward"
+            )
+        if self._end is not None or self.passes.is_in_forward:
+            raise RuntimeError(
+                "FSDP finalize_backward must be called after backward completes, not in a forward "
+                "or backward. If one has raised an error, call reset_iter_state() first"
+            )
+        for unit in units:
+            for group in unit.groups if unit.requires_gradient_sync else ():
+                is_partial = group.axes.num_replicas > 1 and not unit.requires_all_reduce
+                if is_partial and group.gradients.may_wait:
+                    raise RuntimeError(
+                        "FSDP manual backward finalization requires all-reduce for parameter group "
+                        f"{unit.fqn or '<root>'!r}. Call set_requires_all_reduce(True) before "
+                        "finalization"
+                    )
+        self._issue_waiting()
+        self.finalization = object()
+        return self.finalization
+
+    def finish_finalization(self, finalization: object) -> None:
+        """Wait for them, and set ``.grad``.
+
+        Raises:
+            RuntimeError: `reset` has dropped them.
+        """
+        if self.finalization is not finalization:
+            raise RuntimeError(
+                "This gradient reduction handle was invalidated, by reset_iter_state: the "
+                "gradients are lost. Run the step again"
+            )
+        with plain_tensors():
+            self.passes.finish_reductions()
+        self.finalization, self.awaits_finalization = None, False
+
+    def refuse_unfinished(self, what: str) -> None:
+        """Raise while reductions are under way that the user is to wait for."""
+        if self.finalization is not None:
+            raise RuntimeError(
+                f"The previous gradient reduction must be waited on before {what}: call wait() of "
+                "what finalize_backward(async_op=True) has returned"
+            )
+
     # Steps that were broken off
 
     def reset(self) -> None:
@@ -434,7 +504,9 @@ class Engine(Executor):
             for unit in self.units():
                 unit.forget()
             self.passes.forget()
-        self._end = None
+            self._reducing.forget()
+        self._end = self.finalization = None
+        self.awaits_finalization = False
 
     def leave(self, timeout_s: float) -> None:
         """Discard the current step, together with all ranks. Does nothing between steps.
@@ -443,6 +515,7 @@ class Engine(Executor):
             RankMismatchError: a rank did not leave the step in time.
         """
         is_under_way = self.passes.is_open or self.is_running or self._has_broken_off
+        is_under_way = is_under_way or self.finalization is not None
         self._has_left = self._has_left or is_under_way
         if self._has_left:
             self._drop_step(timeout_s)

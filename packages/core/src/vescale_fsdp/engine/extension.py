@@ -239,8 +239,8 @@ class ExtensionGroup(Group):
     def _release(self) -> None:
         self._metadata = None
         if self._outputs is not None:
-            self._outputs.release()
-        for storage, _ in self._inner:
+            self._outputs.release(keeps=self.keeps_storage)
+        for storage, _ in () if self.keeps_storage else self._inner:
             storage.resize_(0)
 
     def gathered_storages(self) -> set[int]:

@@ -8,6 +8,7 @@
 ``_state_ctx.all_states``                  the units of the model: pipelines, NeMo Automodel
 ``..._fsdp_param_group.post_backward()``   torch.distributed.pipelining, NeMo Automodel
 ``_root_post_backward_final_callback()``   the same two
+``_comm_ctx``                              pipelines of torch 2.15 ask whether two share one
 ``_pre_forward``, ``_post_forward``        torch's ``register_fsdp_forward_method``
 =========================================  ======================================================
 
@@ -103,6 +104,11 @@ class State:
         engine = engine_of(self.unit)
         units = [self.unit] if engine is None else engine.units()
         return SimpleNamespace(all_states=[State(unit) for unit in units])
+
+    @property
+    def _comm_ctx(self) -> object:
+        """One object for all units of a model."""
+        return engine_of(self.unit) or self.unit
 
     def _lazy_init(self) -> None: ...
 

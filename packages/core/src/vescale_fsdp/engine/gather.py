@@ -200,7 +200,7 @@ class Gathered:
             self.call().post_backward()
 
 
-class End(torch.autograd.Function):
+class End(compat.OutsideFunction):
     """The end of a unit's backward, right after its last `Gather`.
 
     In that node itself autograd still holds the gradients, beside the buffer to which they were
@@ -219,8 +219,8 @@ class End(torch.autograd.Function):
         return None, None
 
 
-class Gather(torch.autograd.Function):
-    """See the module's docstring."""
+class Gather(compat.OutsideFunction):
+    """See the module's docstring. Transformations of ``torch.func`` do not see it."""
 
     @staticmethod
     def forward(

@@ -131,6 +131,7 @@ class Group:
         self.compute_dtype, self.reduce_dtype = compute_dtype, reduce_dtype
         self._compute_device, self._pin_memory = compute_device, pin_memory
         self._offloads, self._keeps_full = offloads, keeps_full
+        self.keeps_storage = False  # whether a reshard frees nothing, so that addresses stay
         self._users = devices.Users(compute_device)
         self._is_checked = is_checked()
         self.on_gradient = on_gradient
@@ -606,7 +607,7 @@ class Group:
         self.state = State.SHARDED
 
     def _release(self) -> None:
-        self.buffer.full.release()
+        self.buffer.full.release(keeps=self.keeps_storage)
 
     def gathered_storages(self) -> set[int]:
         """Return ``_cdata`` of each storage that a reshard frees."""

@@ -55,10 +55,10 @@ class Outputs:
         """Return the ``_cdata`` of each storage."""
         return {region.storage._cdata for region in self._regions}
 
-    def release(self) -> None:
-        """Free the memory. No all-gather may be running."""
+    def release(self, *, keeps: bool = False) -> None:
+        """Free the memory, or count as freed and ``keeps`` it. No all-gather may be running."""
         for region in self._regions:
-            region.release()
+            region.release(keeps=keeps)
 
     def start_gather(
         self, inputs: Sequence[torch.Tensor], comm: Comm, custom: Any, pool: SlabPool

@@ -239,8 +239,11 @@ def pre_forward(
     if running.depth == 1:
         running.handled = sys.exception()
     engine = engine_of(unit)
-    if engine is not None and running.depth == 1 and engine.num_calls != num_calls():
-        engine = with_late_units(unit, engine)
+    if engine is not None and running.depth == 1:
+        if engine.finalization is not None:
+            engine.refuse_unfinished("forward")
+        if engine.num_calls != num_calls():
+            engine = with_late_units(unit, engine)
     if engine is None:  # who is called first becomes the root
         with plain_tensors():
             engine = make_root(unit)
@@ -532,7 +535,13 @@ def make_root(unit: Unit) -> Engine:
                 "or of another model that it is in, has not ended: call this model after it"
             )
         if former is not None:
+            former.refuse_unfinished("forward of another model")
             release(former)
+        if below.finalizes_by_hand and below is not unit:
+            raise RuntimeError(
+                "set_manual_backward_finalization must be called on the root FSDP module, which "
+                f"is not {name!r} but the {unit.kind} around it"
+            )
     refuse_data_parallel(units.values())
     names = {id(param): name for name, param in module.named_parameters()}
     for name, below in units.items():

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import unfilled
-from vescale_fsdp.engine.engine import engine_of
+from vescale_fsdp.engine.engine import Engine, engine_of
 from vescale_fsdp.engine.fsdp2_state import State, register_state
 from vescale_fsdp.engine.hooks import register_fsdp_forward_method, register_hooks
 from vescale_fsdp.engine.late import mark_copies
@@ -39,6 +39,25 @@ class UnshardHandle(TorchUnshardHandle):
         if self._unit is not None:
             self._unit.take_by_hand()
             self._unit = None
+
+
+class GradientReductionHandle(compat.GradientReductionHandle):  # type: ignore[misc]
+    """The result of ``finalize_backward(async_op=True)``."""
+
+    def __init__(self, engine: Engine | None, finalization: object) -> None:
+        self._engine, self._finalization = engine, finalization
+
+    def wait(self) -> None:
+        """Wait for the reductions, and set ``.grad``. Idempotent.
+
+        On HSDP, it also sums over the replicas. On an accelerator the current stream waits.
+
+        Raises:
+            RuntimeError: ``reset_iter_state()`` was called since then.
+        """
+        if self._engine is not None:
+            self._engine.finish_finalization(self._finalization)
+            self._engine = None
 
 
 class FSDPModule(TuningMethods, TorchFSDPModule):
@@ -109,6 +128,72 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
             for below in engine.units():
                 below.forget_running()
             engine.leave(timeout_s)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Set whether the caller reduces what backwards have left, by `finalize_backward`.
+
+        A backward with synchronization still reduces its gradients at its end.
+
+        Raises:
+            RuntimeError: this is not the root; or the mode changes in a backward, or after one
+                that was not finalized or reset.
+        """
+        unit = self._unit()
+        engine = engine_of(unit)
+        if engine is not None and not unit.is_root:
+            raise RuntimeError(
+                "set_manual_backward_finalization must be called on the root FSDP module, not on "
+                f"{unit.fqn!r} in it"
+            )
+        if enabled == unit.finalizes_by_hand:
+            return
+        if compat.current_backward() != -1:
+            raise RuntimeError(
+                "set_manual_backward_finalization cannot change mode during backward; call it "
+                "between steps"
+            )
+        if engine is not None and engine.awaits_finalization:
+            raise RuntimeError(
+                "set_manual_backward_finalization cannot change mode after backward starts; call "
+                "finalize_backward() before, and wait for its handle"
+            )
+        unit.finalizes_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce gradients of backwards without synchronization, and set ``.grad``. Collective.
+
+        For schedules of pipelines, where a reduction is an action of its own. Switch on
+        `set_manual_backward_finalization` before, and ``set_requires_gradient_sync(True)`` after
+        the backwards. Then it also reshards, as every backward does that sets ``.grad``. Does
+        nothing before the first forward of the model. Between a forward and its backward it keeps
+        that forward's gradients for the next time.
+
+        Args:
+            async_op: return a handle. Until its ``wait()`` returns, gradients are not in ``.grad``,
+                and the model refuses forwards and backwards. On the CPU, and with replicas, some of
+                the work is left to ``wait()``: as many reductions are under way at a time as in a
+                backward.
+
+        Cost: one reduction for each group of parameters with gradients that wait on any rank.
+
+        Raises:
+            RuntimeError: this is not the root; `set_manual_backward_finalization` is off; a forward
+                or backward runs, or an earlier handle was not waited for; or gradients wait for
+                ``set_requires_all_reduce(True)``.
+            RankMismatchError: a rank did not call it in time.
+        """
+        unit = self._unit()
+        engine = engine_of(unit)
+        if engine is not None and not unit.is_root:
+            raise RuntimeError(
+                "finalize_backward must be called on the root FSDP module, not on "
+                f"{unit.fqn!r} in it"
+            )
+        handle = GradientReductionHandle(engine, None if engine is None else engine.finalize())
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -349,6 +434,7 @@ _SET_BY_USERS = (
     "max_reductions",
     "offloads_activations",
     "recomputes",
+    "finalizes_by_hand",
     "has_ignored",
 )
 

@@ -192,8 +192,13 @@ class Reducing:
         self._frozen: dict[int, list[str]] = {}  # by group: what its last reduction left out
         self._usages: list[tuple[list[Group], Usage]] = []
 
-    def due(self, units: Iterable[Unit], small_bytes: float) -> list[Reduction]:
+    def due(
+        self, units: Iterable[Unit], small_bytes: float, *, only_waiting: bool = False
+    ) -> list[Reduction]:
         """Return the groups that this backward reduces, the last defined first.
+
+        Args:
+            only_waiting: those alone that may have gradients of earlier backwards, on any rank.
 
         Cost: none if the same parameters are frozen as in the backward before; else a round through
         the store, because the layout of buffers changes.
@@ -202,6 +207,8 @@ class Reducing:
         for unit in units:
             reduces = unit.requires_gradient_sync or unit.row.cuts_gradients
             for group in unit.groups:
+                if only_waiting and not (unit.requires_gradient_sync and group.gradients.may_wait):
+                    continue
                 group.gradients.sums_replicas = unit.requires_all_reduce
                 if group.gradients.settle(not reduces) and reduces:
                     item = _Due(self._numbers[id(group)], unit, group, self._is_stalled)
@@ -251,6 +258,12 @@ class Reducing:
             for groups in by_mesh.values()
             if groups
         ]
+
+    def forget(self) -> None:
+        """End the exchanges of a backward whose gradients nobody wants any more."""
+        usages, self._usages = self._usages, []
+        for _, usage in usages:
+            usage.finish()
 
     def publish(self, due: Iterable[Reduction], units: Iterable[Unit]) -> None:
         """Set the gradients of the sharded parameters."""

@@ -268,26 +268,18 @@ class TuningMethods:
     # Of torch 2.15
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Refused: unsharded parameters have no stable addresses."""
-        if keep:
-            raise NotImplementedError(
-                "set_keep_unsharded_storage is not supported; call "
-                "set_reshard_after_forward(False) and set_reshard_after_backward(False), so that "
-                "parameters stay unsharded"
-            )
+        """Set whether a reshard leaves the unsharded parameters their memory, for CUDA graphs.
 
-    def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Refused: a backward reduces its gradients at its end."""
-        if enabled:
-            raise NotImplementedError(
-                "set_manual_backward_finalization is not supported, so torch.distributed."
-                "pipelining of torch 2.15 cannot run sharded stages; it can with torch 2.13 and "
-                "2.14"
-            )
+        Their ``data_ptr()`` is the same after each unshard, until the module is converted or moved
+        (``module.to()``). What they hold is undefined while they are sharded. Switched off, the
+        next reshard frees the memory.
 
-    def finalize_backward(self, *, async_op: bool = False) -> None:
-        """Refused, as `set_manual_backward_finalization`."""
-        self.set_manual_backward_finalization(True)
+        Memory: the unsharded parameters of all of these units, in the dtype of compute, at all
+        times.
+        """
+        for unit in units_of(self, recurse):
+            for group in unit.groups:
+                group.keeps_storage = keep
 
     def _unit(self) -> Unit:
         unit = unit_of(self)  # type: ignore[arg-type]

@@ -121,6 +121,7 @@ class Unit(Residency):
         self.backward_prefetch: list[Unit] | None = None
         self.gives_zeros = False  # whether parameters that no rank used get zero gradients
         self.post_optim_event: torch.Event | None = None
+        self.finalizes_by_hand = False  # whether the user does (`Engine.finalize`); on a root
         self.fqn = ""
         self.forward_methods: set[str] = set()  # that gather, as forward does
         self.offloads_activations = False

@@ -96,7 +96,7 @@ class Passes:
         self._is_visited: set[int] = set()
         # Backward
         self._since = Since(self._units, names)
-        self._back_kind: BackKind = (self._since.kind, 0, 0, (), ())
+        self._back_kind: BackKind | None = None  # None: no backward, only its reductions
         self._backwards: dict[BackKind, Program] = {}
         self._first_back: dict[Kind, Program] = {}  # of the first backward after each forward
         self._backward = Walk(Program())
@@ -111,7 +111,7 @@ class Passes:
 
     def _step(self, walk: Walk) -> str:
         if walk is self._backward:
-            return f"backward of {self.title}"
+            return f"{'backward' if self._back_kind else 'finalization'} of {self.title}"
         first, method, wants_gradients = self._kind
         how = "" if wants_gradients else " without gradients"
         return f"{method} of {self._names.title(first)} of {self.title}{how}"
@@ -555,10 +555,22 @@ class Passes:
     def begin_backward(self) -> None:
         """Choose the program of the backward that begins."""
         due = self._executor.due()
-        indices = tuple(item.number for item in due)
-        self._back_kind = self._since.kind_of_backward(indices)
+        self._back_kind = self._since.kind_of_backward(tuple(item.number for item in due))
         program = self._backwards.get(self._back_kind) if self._predicts else None
-        self._backward = walk = Walk(program or self._program_of_backward(due))
+        self._start_backward(due, program or self._program_of_backward(due))
+
+    def begin_finalization(self, due: Sequence[Reduction]) -> None:
+        """Begin to reduce ``due``, of which backwards have left the gradients.
+
+        Like a backward that has nothing else to do. So all ranks know its program.
+        """
+        self._back_kind = None
+        program = Program(is_confirmed=self._predicts)
+        program.reductions = [(item.number, 0) for item in due]
+        self._start_backward(due, program)
+
+    def _start_backward(self, due: Sequence[Reduction], program: Program) -> None:
+        self._backward = walk = Walk(program)
         self._say("in", walk)
         policy = self.window.policy
         self._begin_walk(walk)
@@ -609,6 +621,11 @@ class Passes:
 
     def end_backward(self) -> None:
         """Reduce what is left, and record the program of the backward that has ended."""
+        self.issue_reductions()
+        self.finish_reductions()
+
+    def issue_reductions(self) -> None:
+        """Issue what is left to reduce, reshard, and record the program of the backward."""
         for unit in self._alive():  # before their gradients are copied
             unit.release_open()
         self._num_filled, walk = 0, self._backward
@@ -617,10 +634,12 @@ class Passes:
         self._executor.end_walk()
         self.window.drop()
         self._reduce_rest(was_predicted)
-        self._reductions.finish(self._executor.all_issued)
+        self._reductions.issue_rest()
+        self._executor.all_issued()
         for unit in self._alive():
             unit.end_backward()
-        self._executor.end_backward()
+        if self._back_kind is None:
+            return
         # Of units that ranks have left out, and that run again: no other backward tells how often.
         program = walk.program
         is_unsure = self._num_filled > 0 or (bool(program.recomputed) and self._since.has_skipped)
@@ -629,7 +648,12 @@ class Passes:
         if not self._since.num_backwards:
             self._first_back[self._since.kind] = program
         self._since.num_backwards += 1
-        self._say("after", walk)
+
+    def finish_reductions(self) -> None:
+        """Wait for the reductions, and set the gradients."""
+        self._reductions.finish()
+        self._executor.end_backward()
+        self._say("after", self._backward)
         self._reductions = self._no_reductions()
 
     def _reduce_rest(self, was_predicted: bool) -> None:

@@ -148,8 +148,8 @@ class Reductions:
             ready.append(items)
         self._issue(ready)
 
-    def finish(self, when_issued: Callable[[], None]) -> None:
-        """Issue what is left, call ``when_issued``, and wait for everything."""
+    def issue_rest(self) -> None:
+        """Issue what is left. Without streams it waits for all but the last of them."""
         rest = [number for number in self._due if number not in self._issued]
         together = [] if self._is_predicted else self._bundled(rest)
         bundle_of = {number: bundle for bundle in together for number in bundle}
@@ -157,7 +157,9 @@ class Reductions:
             if number not in self._issued:
                 bundle = bundle_of.get(number, [number])
                 self._issue([[self._due[each] for each in bundle]])
-        when_issued()
+
+    def finish(self) -> None:
+        """Wait for everything."""
         self._stall = None
         self.land(0)
         for number, item in self._due.items():  # gradients that came after it seemed complete
