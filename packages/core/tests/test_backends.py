@@ -22,6 +22,7 @@ from vescale_fsdp.backends import (
     backends_of,
     collective_device,
     is_fake,
+    nccl_devices,
     spelling_of,
 )
 from vescale_fsdp.dbuffer import collectives as of_buffers
@@ -84,6 +85,14 @@ def test_nccl_alone_has_nothing_for_the_cpu() -> None:
     with mock.patch.object(torch, "get_device_module", return_value=cuda):
         assert collective_device(group, CPU) == torch.device("cuda", 3)
     assert collective_device(group, CUDA) == CUDA
+
+
+@pytest.mark.parametrize("name", ["nccl2", "nccl-lazy", "nccl-legacy"])
+def test_each_implementation_of_nccl_is_nccl(name: str) -> None:
+    group: Any = Group(cuda=name)
+    assert backend_name(group, CUDA) == "nccl"
+    assert spelling_of(group) == "cuda:nccl"
+    assert nccl_devices(group) == ["cuda"]
 
 
 def test_gloo_that_was_asked_for_the_cpu_alone_takes_nothing_of_cuda() -> None:

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from vescale_fsdp import devices
 
+# What torch's implementations of NCCL call themselves, too. 2.15 makes the first for "nccl".
+_OF_NCCL = {"nccl2", "nccl-lazy", "nccl-legacy"}
 # By device type, because to ask takes longer than to start a short collective. A backend that has
 # no name yet, or none at all, is asked for again.
 _NAMES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str]] = weakref.WeakKeyDictionary()
@@ -66,6 +68,11 @@ def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     assert group is not None, "torch.distributed is initialised"
     kinds = _device_types(group) or list(_configured(group))
     return {kind: backend_name(group, kind) for kind in kinds}
+
+
+def nccl_devices(group: dist.ProcessGroup) -> list[str]:
+    """The device types for which NCCL runs the collectives of a group."""
+    return [kind for kind, name in backends_of(group).items() if name == "nccl"]
 
 
 def is_fake() -> bool:
@@ -130,4 +137,6 @@ def _name_of(backend: Any) -> str:
         name = cast(str, backend.name()).lower()
     except (AttributeError, RuntimeError):  # it is None, or has no name
         return ""
+    if name in _OF_NCCL:
+        return "nccl"
     return "" if name == "undefined" else name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
@@ -239,7 +240,8 @@ class _Done(dist.Work):
 class NCCLLike(dist.ProcessGroup):
     """A group that takes tensors on `DEVICE` only, and on all ranks of the same sizes.
 
-    Ranks exchange their tensors through the store, and each works out the result for itself.
+    Ranks exchange their tensors through the store, and each works out the result for itself. Their
+    hosts wait for it: also those that NCCL would let go on, until they wait for the device.
     """
 
     takes_values = False  # of tensors on the device, where an operator has taken those out
@@ -251,6 +253,7 @@ class NCCLLike(dist.ProcessGroup):
         self.options = SimpleNamespace(_timeout=timeout)
         self.calls: list[tuple[str, torch.dtype, int]] = []
         self.misaligned: list[str] = []
+        self.num_aborts = 0
 
     # What torch asks of a group
 
@@ -279,7 +282,10 @@ class NCCLLike(dist.ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         self._check_device(device)
-        return SimpleNamespace(name=lambda: "nccl", options=self.options)
+        return SimpleNamespace(name=lambda: "nccl", options=self.options, abort=self._abort)
+
+    def _abort(self) -> None:
+        self.num_aborts += 1
 
     def _check_device(self, device: torch.device) -> None:
         if not self.takes_values and device.type != DEVICE.type:
@@ -289,6 +295,8 @@ class NCCLLike(dist.ProcessGroup):
 
     def _exchange(self, what: str, *tensors: Tensor, must_match: Any = None) -> list[Tensor]:
         """The first of ``tensors`` of each rank. All have to be such that NCCL takes them."""
+        if self.num_aborts:
+            raise dist.DistBackendError("NCCL communicator was aborted")
         for tensor in tensors:
             self._check_device(tensor.device)
             if not tensor.is_contiguous():
@@ -303,7 +311,14 @@ class NCCLLike(dist.ProcessGroup):
         key = f"{self._number}/{{}}"
         payload = what, str(sent.dtype), must_match, sent.view(-1)
         self._store.set(key.format(self._rank), pickle.dumps(payload))
-        found = [pickle.loads(self._store.get(key.format(rank))) for rank in range(self._size)]
+        keys = [key.format(rank) for rank in range(self._size)]
+        deadline = time.monotonic() + self.options._timeout.total_seconds()
+        while not self._store.check(keys):
+            assert time.monotonic() < deadline, f"not all ranks come to {what}"
+            if self.num_aborts:  # its kernels end, and have written anything
+                return [payload[3]] * self._size
+            time.sleep(0.0005)
+        found = [pickle.loads(each) for each in self._store.multi_get(keys)]
         kinds = [each[:3] for each in found]
         assert all(kind == kinds[0] for kind in kinds), f"ranks disagree: {kinds}"
         return [each[3] for each in found]

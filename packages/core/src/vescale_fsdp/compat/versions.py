@@ -236,6 +236,11 @@ def default_store() -> Store:
     return store
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups of this rank, the default group among them."""
+    return [*dist.distributed_c10d._world.pg_map]
+
+
 def agents_in(file: str, run_id: str) -> Callable[[], int]:
     """Return a function that counts the agents in the newest round of torchrun's rendezvous.
 

@@ -228,7 +228,8 @@ def start_custom_gather(
         if first is not None:
             first()
         transfers.copy_async(mine, own)
-        gather(output_tensor=arrived, input_tensor=mine, group=group, async_op=False)
+        with waits.asking:
+            gather(output_tensor=arrived, input_tensor=mine, group=group, async_op=False)
         return None
 
     work = devices.start_beside(full.device, start)
@@ -244,7 +245,8 @@ def start_custom_reduce(
     shard = reduce.allocate((full.numel() // size,), dtype=dtype, device=full.device)
 
     def start() -> None:
-        reduce(output_tensor=shard, input_tensor=sent, group=group, op=op)
+        with waits.asking:
+            reduce(output_tensor=shard, input_tensor=sent, group=group, op=op)
 
     work = devices.start_beside(full.device, start)
     return shard, ThenCopy(work, lambda: sent)

@@ -5,6 +5,7 @@ Read in this order; each file is one concept.
 - `limits`: how long a rank waits (``VESCALE_FSDP_TIMEOUT_S``).
 - `waits`: the bounded wait of a collective, and what ends all waits (`abort`). `notes`: what each
   rank does, for the errors of the others. `threads`: waits that another thread can end.
+- `alarm`: by which ranks hear that another one has given up, where NCCL keeps their devices.
 - `attempt`: a store whose keys are new in each attempt of a job.
 - `ranks`: `Ranks`, with which ranks compare, exchange and do things together, or all raise.
 - `collectives`: process groups, and collectives on tensors with bounded waits.

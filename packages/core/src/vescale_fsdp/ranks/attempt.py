@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from vescale_fsdp.ranks.limits import delta
+from vescale_fsdp.ranks import waits
 
 PLACE = "vescale_fsdp/attempt"
 _POLL_S, _LONGEST_POLL_S = 0.001, 0.05  # at first, and after some that were in vain
@@ -96,7 +96,7 @@ def agree_on_name(store: Any, place: str, rank: int, size: int, timeout_s: float
     number = store.add(f"{place}/num_asked", 1)
     store.set(f"{place}/asked/{number}", token)
     try:
-        store.wait([f"{place}/{token}"], delta(timeout_s))
+        waits.until_set(store, [f"{place}/{token}"], timeout_s)
     except dist.DistStoreError as error:
         raise AbsentError([0], timeout_s) from error
     name = str(store.get(f"{place}/{token}").decode())
@@ -110,6 +110,7 @@ def _answer(store: Any, place: str, size: int, timeout_s: float) -> str:
     name, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
     num_seen, pending, pause_s = 0, set[str](), _POLL_S
     while store.add(f"{place}/{name}/num_ready", 0) < size - 1:
+        waits.check()
         num_asked = store.add(f"{place}/num_asked", 0)
         pending |= {f"{place}/asked/{number + 1}" for number in range(num_seen, num_asked)}
         num_seen = num_asked

@@ -71,7 +71,8 @@ def _start(
         there = torch.empty_like(output, device=device) if inputs else output.to(device)
     sent = [each.to(backends.collective_device(group, each.device)) for each in inputs]
     passed = [_for_thread(each) for each in (there, *sent)]
-    work = start(*passed, group=group, async_op=True, **options)
+    with waits.asking:
+        work = start(*passed, group=group, async_op=True, **options)
     passed.clear()
     work = waits.bounded(work, there, group, what)
     return work if there is output else cast(Work, backends.Detour(work, there, output))
@@ -92,7 +93,8 @@ def reduce_scatter_single(output: Tensor, input: Tensor, op: Any, group: Process
 def all_gather_uneven(outputs: list[Tensor], input: Tensor, group: ProcessGroup) -> Work:
     """Start an all-gather of parts of different sizes. ``input`` may be this rank's output."""
     parts = [_for_thread(each) for each in outputs]
-    work = dist.all_gather(parts, _for_thread(input), group=group, async_op=True)
+    with waits.asking:
+        work = dist.all_gather(parts, _for_thread(input), group=group, async_op=True)
     return waits.bounded(work, input, group, "an all-gather")
 
 
@@ -115,7 +117,8 @@ def gather_uneven(
     operations = [
         dist.P2POp(kind, part, group=group, group_peer=peer) for kind, part, peer in pairs
     ]
-    return _All(dist.batch_isend_irecv(operations)) if operations else None
+    with waits.asking:
+        return _All(dist.batch_isend_irecv(operations)) if operations else None
 
 
 class _All:
@@ -157,7 +160,7 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Work:
 
 def all_gather_many(outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup) -> Any:
     """Start several even all-gathers, as one operation if the backend can coalesce them."""
-    with compat.coalescing(group) as several:
+    with waits.asking, compat.coalescing(group) as several:
         for output, input in zip(outputs, inputs, strict=True):
             all_gather_single(output, input, group)
     return several
@@ -167,7 +170,7 @@ def reduce_scatter_many(
     outputs: list[Tensor], inputs: list[Tensor], op: Any, group: ProcessGroup
 ) -> Any:
     """Start several even reduce-scatters, as one operation if the backend can coalesce them."""
-    with compat.coalescing(group) as several:
+    with waits.asking, compat.coalescing(group) as several:
         for output, input in zip(outputs, inputs, strict=True):
             reduce_scatter_single(output, input, op, group)
     return several

@@ -245,6 +245,7 @@ class Ranks:
         if self.size == 1:
             merged = merge([value])
             return merged if finish is None else finish(merged)
+        waits.check()
         within_s = limit_s(self.group) if timeout_s is None else timeout_s
         deadline = time.monotonic() + within_s
         try:
@@ -433,6 +434,7 @@ class Ranks:
         Raises:
             RankMismatchError: a rank has died, or did not come in time.
         """
+        waits.check()
         timeout_s = self._within_s if timeout_s is None else timeout_s
         self._limit_s = work_limit_s() if timeout_s is None else timeout_s
         self._connect(what, self._limit_s)

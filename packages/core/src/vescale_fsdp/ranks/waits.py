@@ -7,8 +7,9 @@ then wait in a collective that it does not join. Every wait of this package goes
     rank 1   waits for the reduction of 'a' ----------------> cut off: note, asks, raises
     rank 2   computes, sleeps or has died             (no note; its next wait raises at once)
 
-On an accelerator a collective does not block the host, and NCCL's watchdog ends it. Then the limit
-(`limits`) is only for messages through the store.
+On an accelerator a collective does not block the host. Then the limit (`limits`) is only for
+messages through the store. A rank that gives up in one tells the others by an `alarm`: all of them
+abort the communicators of NCCL, and whatever is asked of this package next raises (`check`).
 
 A rank closes the connections of a gloo communicator by a receive that times out: gloo then closes
 all of them, as it does when a process dies. So every operation under way on the communicator ends
@@ -30,10 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.backends import backend_name, is_fake
+from vescale_fsdp import compat
+from vescale_fsdp.backends import backend_name, backend_of, is_fake, nccl_devices
 from vescale_fsdp.devices import Waitable
 from vescale_fsdp.errors import RankMismatchError
-from vescale_fsdp.ranks import notes, threads
+from vescale_fsdp.ranks import alarm, notes, threads
 from vescale_fsdp.ranks.limits import VARIABLE, delta, limit_s, shorter, watchdog_s
 
 _log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ TOGETHER = (
 )
 _LONG_S = 15.0  # after this, or a quarter of the limit, a waiting rank has a note
 _LOOKS_S = 0.1  # how often the watcher looks
+_POLL_S, _LONGEST_POLL_S = 0.001, 0.5  # between looks for keys: at first, and at last
 _CLOSING_TAG = 1 << 30  # the tag of a message that no rank sends
 # Gloo may still write to these tensors after the receive has timed out.
 _KEPT: list[Any] = []
@@ -53,6 +56,7 @@ class _Fault:
 
     text = ""
     world: weakref.ref[dist.ProcessGroup] | None = None
+    has_aborted = False  # communicators of NCCL
 
 
 _fault = _Fault()
@@ -60,6 +64,8 @@ _fault = _Fault()
 _ours: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]]
 _ours = weakref.WeakKeyDictionary()
 _closed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_aborted: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_aborting = threading.Lock()  # while `_aborted` is read and written
 
 
 # Waiting
@@ -67,8 +73,28 @@ _closed: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 def wait(work: Waitable, what: str) -> Any:
     """Wait for ``work`` and return the result of its ``wait``. Reports call it ``what``."""
-    with notes.Named(what):
+    with notes.Named(what), asking:
         return work.wait()
+
+
+class _Asking:
+    """A context for what needs the other ranks. Use `asking`.
+
+    If communicators of NCCL were aborted, it raises what `check` raises, also in place of what
+    torch says of them. Cost: a comparison.
+    """
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        check()
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        if isinstance(error, RuntimeError) and not isinstance(error, RankMismatchError):
+            check(error)
+
+
+asking = _Asking()
 
 
 class Waiting:
@@ -284,9 +310,28 @@ def wait_for_keys(
     Raises:
         dist.DistError: the keys were not set in time (``dist.DistStoreError``), or the store is
             gone.
+        RankMismatchError: there was an alarm.
     """
     with Waiting(what, ranks):
-        threads.carry_out(lambda: store.wait(keys, delta(seconds)))
+        threads.carry_out(lambda: until_set(store, keys, seconds))
+
+
+def until_set(store: Any, keys: list[str], seconds: float) -> None:
+    """`wait_for_keys` without a report.
+
+    Where NCCL is used it asks again and again, so that an alarm ends it: the store has no wait that
+    another thread can end. It lasts at most twice as long, and half a second longer.
+    """
+    if alarm.present() is None:
+        store.wait(keys, delta(seconds))
+        return
+    deadline, pause_s = time.monotonic() + seconds, _POLL_S
+    while not store.check(keys):
+        check()
+        if time.monotonic() > deadline:
+            raise dist.DistStoreError(f"{keys} were not set in {seconds:.0f} s")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
 
 # When it has failed
@@ -334,6 +379,7 @@ def report(
     # Logged before: where another rank waits in a collective of the user, closing ends its process,
     # and the launcher may end this one before it has raised.
     _log.error("rank %d %s. %s.", me, note, TOGETHER)
+    _tell(why or f"rank {me} {note}")
     abort(why, groups)
     return f"{last} The others: {notes.of([rank for rank in ranks if rank != me])}."
 
@@ -342,8 +388,11 @@ def abort(why: str, groups: Iterable[dist.ProcessGroup] = ()) -> None:
     """Close the connections of ``groups`` and of all communicators that this package made.
 
     Operations under way on them end with an error, on this rank and on the others; so do waits of
-    this process in other threads. The groups cannot be used again. Communicators of backends other
-    than gloo are left alone: NCCL's watchdog ends what waits there.
+    this process in other threads. The groups cannot be used again.
+
+    If this package made a communicator of NCCL, all of NCCL's in this default group are aborted, on
+    this rank, and within `alarm.LOOK_S` on the others: also the user's. One that waits keeps the
+    device, and so the host of this rank, and what the abort of another one frees.
     """
     _remember(why)
     ours = [group for group, world in _ours.items() if world() is dist.group.WORLD]
@@ -351,7 +400,43 @@ def abort(why: str, groups: Iterable[dist.ProcessGroup] = ()) -> None:
         if group not in _closed and backend_name(group, "cpu") == "gloo" and group.size() > 1:
             _closed.add(group)
             hang_up(group, (group.rank() + 1) % group.size())
+    _tell(_fault.text)
+    if alarm.present() is not None:
+        _fault.has_aborted = True
+        _abort_nccl({*groups, *ours, *compat.process_groups()})
     threads.end(_no_longer_connected())
+
+
+def _hear(why: str) -> None:
+    if not has_aborted():
+        # The host may wait for something that does not end.
+        _log.error("rank %d ends its waits for other ranks: %s", dist.get_rank(), why)
+        abort(why)
+
+
+def _tell(why: str) -> None:
+    present = alarm.present()
+    if present is not None:
+        present.tell(why)
+
+
+def _abort_nccl(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Abort the communicators that NCCL has for ``groups``, each once, all at the same time.
+
+    An abort frees memory, for which CUDA may wait until no kernel runs, also none of a communicator
+    whose turn has not come.
+    """
+    with _aborting:
+        new = [
+            (group, device) for group in groups if group not in _aborted
+            for device in nccl_devices(group)
+        ]  # fmt: skip
+        _aborted.update(group for group, _ in new)
+    calls = [threads.Call(backend_of(group, device).abort).start() for group, device in new]
+    deadline = time.monotonic() + alarm.ABORT_S
+    for call in calls:
+        if not call.ended.wait(max(deadline - time.monotonic(), 0)):
+            _log.error("a communicator of NCCL could not be aborted in %.0f s", alarm.ABORT_S)
 
 
 def hang_up(group: Any, peer: int) -> None:
@@ -372,6 +457,7 @@ def _remember(why: str) -> None:
     world = dist.group.WORLD
     if _fault.world is None or _fault.world() is not world:
         _fault.text, _fault.world = "", weakref.ref(world) if world is not None else None
+        _fault.has_aborted = False
     _fault.text = _fault.text or why
 
 
@@ -379,9 +465,27 @@ def _no_longer_connected() -> RankMismatchError:
     return RankMismatchError(f"the ranks are no longer connected: {_fault.text}")
 
 
+def check(error: Exception | None = None) -> None:
+    """Raise if communicators of NCCL in this default group were aborted. Cost: a comparison.
+
+    Args:
+        error: what torch has said of it.
+
+    Raises:
+        RankMismatchError: with the reason.
+    """
+    if has_aborted():
+        raise _no_longer_connected() from error
+
+
+def has_aborted() -> bool:
+    """Whether communicators of NCCL in this default group were aborted."""
+    return _fault.has_aborted and is_cut()
+
+
 def is_closed(group: dist.ProcessGroup) -> bool:
     """Whether the connections of ``group`` have been closed."""
-    return group in _closed
+    return group in _closed or group in _aborted
 
 
 def is_cut() -> bool:
@@ -395,6 +499,8 @@ def register(group: dist.ProcessGroup) -> None:
     world = dist.group.WORLD
     assert world is not None, "a group has been made"
     _ours[group] = weakref.ref(world)
+    if nccl_devices(group):
+        alarm.install(_hear)
 
 
 def advice(*, timed_out: bool) -> str:
