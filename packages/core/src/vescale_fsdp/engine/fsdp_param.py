@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
@@ -313,6 +314,7 @@ class ParamToShard:
     extends: bool = False  # whether it gathers itself (see `extension`)
     gather: Coding | None = None  # how it travels, if not as it is
     reduce: Coding | None = None  # and how its gradient does
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)  # for this one
 
     @property
     def stays_coded(self) -> bool:

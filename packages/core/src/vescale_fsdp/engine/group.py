@@ -155,6 +155,7 @@ class Group:
         narrowest = min(self._narrowest, *(p.data.element_size() for p in params))
         self._alignment = _ALIGNMENT_BYTES // narrowest
         self.follows_statistics = False  # whether `Unit` may change ``compute_dtype``
+        self.asked_dtype = compute_dtype  # what the policy of mixed precision says
         self.fsdp_params: list[FSDPParam] = []
         self._specs = [TensorSpec(p.fqn, p.parts[0], p.block) for p in params]
         shapes = [p.data.shape for p in params]

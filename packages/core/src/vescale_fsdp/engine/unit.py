@@ -229,13 +229,14 @@ class Unit(Residency):
                 )
                 for fsdp_param in group.fsdp_params
             ]
-            parts = {group: None if any(follows) else self.mp_policy.param_dtype}
+            asked = group.asked_dtype
+            parts = {group: None if any(follows) else asked}
             # A move would replace what ``functional_call`` has registered.
             if any(follows) and not all(follows) and not group.shadows.finds_substitutes:
                 self.reshard()
                 cast = group.parted([index for index, keeps in enumerate(follows) if not keeps])
                 self.groups.insert(self.groups.index(group) + 1, cast)
-                parts[cast] = self.mp_policy.param_dtype
+                parts[cast] = asked
             for part, dtype in parts.items():
                 if part.compute_dtype != dtype:
                     self.reshard()
