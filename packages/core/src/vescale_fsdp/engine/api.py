@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from vescale_fsdp import devices, engine
+from vescale_fsdp import compat, devices, engine
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine.arguments import (
     Activations,
@@ -91,7 +91,8 @@ def fully_shard(
             parameters have now. ``param_dtype_override_fn`` (torch 2.15) is called once for each
             parameter of this call: a router or a norm for which it returns float32 computes in
             it. It must return the same on every rank. Inputs are cast to ``param_dtype`` in any
-            case.
+            case. ``.grad`` has the ``grad_dtype`` of its parameter, if that is set before the
+            first forward, and is summed in it without a ``reduce_dtype``.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients on the CPU, so the
             optimizer runs there. Shards are copied to the mesh's device for each all-gather, and
             gradients back to the CPU after each reduction.
@@ -321,7 +322,7 @@ def _make_groups(
         is_open = is_open and asked is not None
         kind = (
             param.is_meta, dtype, asked, is_open, param.dtype, param.requires_grad, ranks, alone,
-            stays,
+            stays, compat.grad_dtype_of(param),
         )  # fmt: skip
         by_kind.setdefault(kind, []).append(item)
     offloads = isinstance(offload_policy, CPUOffloadPolicy)

@@ -144,13 +144,13 @@ def resolved_policy(
     dtype = None if choose is None else choose(param)
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(
-            f"{_OVERRIDE} must return a torch.dtype or None but got {type(dtype)} for parameter "
-            f"{fqn!r}"
+            "param_dtype_override_fn must return a torch.dtype or None but got "
+            f"{type(dtype)} for parameter {fqn!r}"
         )
     if dtype not in (None, policy.param_dtype, param.dtype):
         raise ValueError(
-            f"{_OVERRIDE} must return None, param_dtype, or the parameter's original dtype but got "
-            f"{dtype} for a parameter with dtype {param.dtype} and param_dtype "
+            "param_dtype_override_fn must return None, param_dtype, or the parameter's original "
+            f"dtype but got {dtype} for a parameter with dtype {param.dtype} and param_dtype "
             f"{policy.param_dtype}: {fqn!r}"
         )
     return without_override(policy, dtype)
