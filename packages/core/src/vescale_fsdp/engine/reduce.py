@@ -92,12 +92,24 @@ class Gradients:
         self, buffer: ParameterBuffer, fsdp_params: Sequence[FSDPParam], pool: SlabPool
     ) -> None:
         """Change to another buffer, after the group was converted, moved or planned again."""
+        if self.awaits_more:
+            self.pool.lane.join()  # the new one may be of another device
         self._buffer, self._fsdp_params, self.pool = buffer, fsdp_params, pool
         for fsdp_param in fsdp_params:
             fsdp_param.gradients = weakref.ref(self)
         if self._packing.source is not buffer.layout:
             self._packing = Packing(buffer.layout)
         self._codec, self.residuals = None, Residuals()
+        if self.awaits_more:
+            self._move_waiting()
+
+    @on_lane
+    def _move_waiting(self) -> None:
+        """Keep what waits for a later backward. Ranks that have nothing send the same dtype."""
+        if self._filling is not None:
+            self._filling.move(self._filling_dtype, self.pool)
+        if self._unsummed is not None:
+            self._unsummed = self._unsummed.to(self.pool.device)
 
     def copied(
         self, buffer: ParameterBuffer, fsdp_params: Sequence[FSDPParam], pool: SlabPool
