@@ -43,7 +43,9 @@ NEWEST_PART = [
             "ragged/test_checkpoint_protocol.py",
         ),
         *("engine/test_parity.py", "engine/test_fsdp2_methods.py", "engine/test_fsdp2_policies.py"),
-        *("engine/test_gradient_scale.py", "engine/questions/test_several_outputs.py"),
+        *("engine/test_dtype_by_parameter.py", "engine/test_grad_dtype.py"),
+        *("engine/test_converted.py", "engine/test_gradient_scale.py"),
+        "engine/questions/test_several_outputs.py",
         *("checkpoint/test_torch_dcp.py", "checkpoint/test_torch_hf.py"),
     )
 ]

@@ -17,9 +17,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, Shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from vescale_fsdp import MixedPrecisionPolicy
-from vescale_fsdp.engine.arguments import check_engine_arguments
-
 from .fsdp2_mistakes import (
     BY_NAME,
     MISTAKES,
@@ -287,13 +284,3 @@ def test_a_size_to_reshard_to_is_refused_by_fsdp2_only_after_tensor_parallelism(
     )
     assert fsdp2 == [("NotImplementedError", words)] * 4
     assert ours == [("returned", all_of(2, 4, 4))] * 4
-
-
-# What torch 2.15 has added to FSDP2 and we lack is refused by name, on any version of torch
-
-
-def test_dtypes_by_parameter_are_refused() -> None:
-    policy = MixedPrecisionPolicy()
-    object.__setattr__(policy, "param_dtype_override_fn", lambda parameter: torch.float32)
-    with pytest.raises(NotImplementedError, match="call fully_shard with another mp_policy"):
-        check_engine_arguments(policy, None, "auto", 2, False)

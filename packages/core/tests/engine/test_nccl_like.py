@@ -5,6 +5,7 @@ There is no accelerator here: see `accelerator`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -38,7 +39,7 @@ from vescale_fsdp.ragged import distribute_tensor
 from vescale_fsdp.testing import run_ranks
 
 from .accelerator import DEVICE, NCCLLike, nccl_like_world
-from .helpers import Tensors, assert_bit_equal, full_parameters, shard_units
+from .helpers import Tensors, assert_bit_equal, full, full_parameters, shard_units
 from .models import MLP, Branches, inputs_of, make
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -495,3 +496,47 @@ def check_inputs() -> None:
 
 def test_inputs_of_the_outermost_unit_move_to_the_device_as_with_fsdp2() -> None:
     run_ranks(check_inputs, 2)
+
+
+# --- moves ----------------------------------------------------------------------------------------
+
+
+def devices_of_waiting(model: nn.Module) -> set[str]:
+    """Where gradients are that wait for a later backward."""
+    found = set()
+    for unit in units_in(model).values():
+        for group in unit.groups:
+            waiting = group.gradients
+            if waiting._filling is not None:
+                found.add(waiting._filling.flat.device.type)
+            if waiting._unsummed is not None:
+                found.add(waiting._unsummed.device.type)
+    return found
+
+
+def gradients_after_moves(shape: tuple[int, ...], is_moved: bool) -> list[Tensor]:
+    """Those of two backwards, with moves to the host and back between them and after them."""
+    model: Any = make(MLP, 3, WIDTH)
+    shard_units(model, model.layers, mesh=mesh_on(DEVICE, shape))
+    switch = "all_reduce" if len(shape) > 1 else "gradient_sync"
+    for step in range(2):
+        getattr(model, f"set_requires_{switch}")(step == 1)
+        model(inputs_of(step, dist.get_rank(), WIDTH).to(DEVICE)).square().sum().backward()
+        if is_moved:
+            model.to("cpu")
+            assert devices_of_waiting(model) == ({"cpu"} if step == 0 else set())
+            model.to(DEVICE)
+    assert all(param.grad.device.type == DEVICE.type for param in model.parameters())
+    return [full(param.grad).cpu() for param in model.parameters()]
+
+
+def moves(shape: tuple[int, ...]) -> None:
+    with nccl_like_world():
+        expected = gradients_after_moves(shape, False)
+        for own, other in zip(gradients_after_moves(shape, True), expected, strict=True):
+            assert torch.equal(own, other)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+def test_gradients_that_wait_move_with_the_model(shape: tuple[int, ...]) -> None:
+    run_ranks(moves, math.prod(shape), shape, timeout_s=60)

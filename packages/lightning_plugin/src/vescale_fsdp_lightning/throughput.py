@@ -39,7 +39,8 @@ def traffic_of(
     reduce-scatter. Sums over replicas (HSDP) count twice, as in a ring all-reduce.
 
     Args:
-        policy: dtypes of all-gather and reduce-scatter. Default: those of the shards.
+        policy: dtypes of all-gather and reduce-scatter. Default: those of the shards. Its
+            ``param_dtype_override_fn`` is not asked.
         reshard_after_forward: as in ``fully_shard``. A unit that is not resharded is gathered once
             for forward and backward; with None that is the root. An int counts as True.
     """

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -32,12 +32,55 @@ without_torch_function: Any = _C.DisableTorchFunctionSubclass
 outside_functorch: Any = _C._DisableFuncTorch
 # Whether the gradients of a parameter are reduced in its own dtype if the policy of mixed precision
 # has no ``reduce_dtype``, as FSDP2 documents it since torch 2.15. Before, it was that of compute.
+# Since then it also takes gradients in the dtype of the sum, if a function in the graph makes such.
 REDUCES_IN_OWN_DTYPE: bool = cast(Any, torch.__version__) >= (2, 15)
 # The handle of reductions that the user waits for, since torch 2.15.
 GradientReductionHandle: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 # The id of the autograd graph task that this thread runs, or -1; and the current node, or None.
 current_backward: Callable[[], int] = _C._current_graph_task_id
 current_node: Callable[[], Any] = _C._current_autograd_node
+
+
+class GradDtype(NamedTuple):
+    """The ``grad_dtype`` of a leaf: the dtype of its ``.grad``.
+
+    Attributes:
+        is_set: whether it was set. If not, gradients have the dtype of the leaf.
+        dtype: None: any dtype.
+    """
+
+    is_set: bool = False
+    dtype: torch.dtype | None = None
+
+
+def grad_dtype_of(leaf: torch.Tensor) -> GradDtype:
+    """Return the ``grad_dtype`` of a leaf.
+
+    Before torch 2.15, one that was set to the dtype of the leaf itself is taken as not set.
+    """
+    with without_torch_function():
+        dtype = leaf.grad_dtype
+        is_set = getattr(leaf, "_has_grad_dtype_override", dtype != leaf.dtype)
+    return GradDtype(True, dtype) if is_set else GradDtype()
+
+
+def take_gradients_as_they_are(
+    ctx: Any, outputs: Sequence[torch.Tensor], which: list[bool]
+) -> None:
+    """Let the backward of a function get gradients of some outputs in the dtype that they have.
+
+    Without it, autograd casts them to the dtype of the output. Call it in the forward.
+
+    Args:
+        which: for each output whether it is one of these.
+    """
+    if hasattr(ctx, "set_output_grad_dtype"):  # since torch 2.15
+        pairs = zip(outputs, which, strict=True)
+        ctx.set_output_grad_dtype(*[None if each else output.dtype for output, each in pairs])
+        return
+    for output, each in zip(outputs, which, strict=True):
+        if each:
+            output.grad_dtype = None
 
 
 def recorded(what: str, names: Sequence[str]) -> AbstractContextManager[object]:

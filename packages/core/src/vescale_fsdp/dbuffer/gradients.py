@@ -153,6 +153,21 @@ class GradientBuffer:
         if self._waits:
             self._collect()
 
+    def move(self, dtype: torch.dtype, pool: SlabPool) -> None:
+        """Change the dtype, and the pool, which may be of another device. Gradients are kept.
+
+        Cost: a copy of gradients that are already in the buffer.
+        """
+        if (dtype, pool) == (self.dtype, self._pool):
+            return
+        former, lender = self._flat, self._pool
+        self.dtype, self._pool = dtype, pool
+        self._apart = {index: each.to(pool.device) for index, each in self._apart.items()}
+        if former is not None:
+            self._memory = self._flat = None
+            self.flat.copy_(former)
+            lender.give(former)
+
     def seal(self) -> torch.Tensor:
         """Copy all gradients, set the rest to zero, and return the flat buffer, ready to send.
 

@@ -38,7 +38,9 @@ def fingerprint_of(units: list[Unit]) -> list[str]:
             if group.compute_dtype is not None:
                 plan += f", computed in {group.compute_dtype}"
             for fsdp_param, (gather, reduce) in zip(group.fsdp_params, group.codings, strict=True):
-                travels = f", gathered as {gather}" if gather else ""
+                is_set, dtype = fsdp_param.grad_dtype
+                travels = f", grad_dtype={dtype}" if is_set else ""
+                travels += f", gathered as {gather}" if gather else ""
                 travels += f", reduced as {reduce}" if reduce else ""
                 entries.append(
                     f"parameter {fsdp_param.fqn!r} (shape {tuple(fsdp_param.shape)}, "

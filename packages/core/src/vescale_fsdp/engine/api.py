@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -21,7 +22,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from vescale_fsdp import devices, engine
+from vescale_fsdp import compat, devices, engine
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine.arguments import (
     Activations,
@@ -29,6 +30,8 @@ from vescale_fsdp.engine.arguments import (
     check_arguments,
     check_engine_arguments,
     checked_modules,
+    resolved_policy,
+    without_override,
 )
 from vescale_fsdp.engine.axes import row_of
 from vescale_fsdp.engine.fsdp2_state import register_state, state_of
@@ -87,7 +90,11 @@ def fully_shard(
             None: RaggedShard. ``Shard(d)``: this placement, in a buffer of its own. A
             result with a mesh: shard over that mesh (experts).
         mp_policy: the dtypes of compute, reduction and outputs. The shards keep the dtype that the
-            parameters have now.
+            parameters have now. ``param_dtype_override_fn`` (torch 2.15) is called once for each
+            parameter of this call: a router or a norm for which it returns float32 computes in
+            it. It must return the same on every rank. Inputs are cast to ``param_dtype`` in any
+            case. ``.grad`` has the ``grad_dtype`` of its parameter, if that is set before the
+            first forward, and is summed in it without a ``reduce_dtype``.
         offload_policy: ``CPUOffloadPolicy()`` keeps shards and gradients on the CPU, so the
             optimizer runs there. Shards are copied to the mesh's device for each all-gather, and
             gradients back to the CPU after each reduction.
@@ -140,7 +147,9 @@ def fully_shard(
 
     Cost: no communication in this call. In a step, each unit has one all-gather in forward, one
     more in backward if it was resharded, and one reduction. With replicas it also has one
-    all-reduce of the shard. Memory between steps is the shard.
+    all-reduce of the shard. Memory between steps is the shard. A unit whose parameters compute in
+    two dtypes has two buffers, and each of these collectives twice; on an accelerator the two
+    are issued as one operation.
 
     A parameter of a tensor subclass with ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``
     gathers itself, as with FSDP2. Each such parameter has one all-gather and one reduction of its
@@ -201,13 +210,16 @@ def fully_shard(
 
         check_quantized(gather_codec, reduce_codec, axes, device)
         codecs = Choice(modules, gather_codec, reduce_codec, device)
-    params = params_to_shard(modules, ignored, granularity, axes, shard_placement_fn, codecs)
+    params = [
+        replace(item, mp_policy=resolved_policy(mp_policy, item.param, item.fqn))
+        for item in params_to_shard(modules, ignored, granularity, axes, shard_placement_fn, codecs)
+    ]
     _move_buffers(modules, device)
     reshard, num_parts = _reshard(reshard_after_forward, axes.num_shards)
     unit = Unit(
         modules,
         device,
-        mp_policy,
+        without_override(mp_policy),
         reshard,
         unused,
         in_flight,
@@ -304,21 +316,22 @@ def _make_groups(
     for item in params:
         ranks = (item.axes.shard_ranks, item.axes.replica_ranks)
         alone = None if item.dim is None else item.fqn
-        param, stays = item.param, item.stays_coded
+        param, stays, asked = item.param, item.stays_coded, item.mp_policy.param_dtype
         keeps = any(follows_statistics(module(), param) for module, _ in item.sites)
-        dtype = None if keeps else unit.mp_policy.param_dtype
+        dtype = None if keeps else asked
         # These may still be cast, or not: their first forward decides.
         is_open = any(has_statistics(module()) for module, _ in item.sites)
-        is_open = is_open and unit.mp_policy.param_dtype is not None
+        is_open = is_open and asked is not None
         kind = (
-            param.is_meta, dtype, is_open, param.dtype, param.requires_grad, ranks, alone, stays,
+            param.is_meta, dtype, asked, is_open, param.dtype, param.requires_grad, ranks, alone,
+            stays, compat.grad_dtype_of(param),
         )  # fmt: skip
         by_kind.setdefault(kind, []).append(item)
     offloads = isinstance(offload_policy, CPUOffloadPolicy)
     pins = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory
     rests_on = torch.device("cpu") if offloads else device
     groups = []
-    for (on_meta, compute_dtype, is_open, *_), members in by_kind.items():
+    for (on_meta, compute_dtype, asked, is_open, *_), members in by_kind.items():
         make: Callable[..., Group] = Group
         if members[0].extends:
             from vescale_fsdp.engine.extension import ExtensionGroup
@@ -328,7 +341,7 @@ def _make_groups(
                     f"fully_shard: {members[0].fqn!r} gathers itself, and such a parameter can "
                     "only be sharded over one axis so far; use sharding='zero3' or 'hsdp'"
                 )
-            make = partial(ExtensionGroup, unit.mp_policy)
+            make = partial(ExtensionGroup, members[0].mp_policy)
         elif members[0].stays_coded:
             from vescale_fsdp.engine.quantized_weight import CodedGroup
 
@@ -351,6 +364,7 @@ def _make_groups(
         for fsdp_param in groups[-1].fsdp_params:
             refuse_hidden(fsdp_param)
         groups[-1].follows_statistics = is_open and type(groups[-1]) is Group
+        groups[-1].asked_dtype = asked
     return groups
 
 

@@ -6,8 +6,10 @@ An error that FSDP2 has too has the same text.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, Literal, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -96,11 +98,6 @@ def check_engine_arguments(
             f"fully_shard: mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}; for one "
             "dtype write MixedPrecisionPolicy(param_dtype=...)"
         )
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:  # since torch 2.15
-        raise NotImplementedError(
-            "fully_shard: param_dtype_override_fn of MixedPrecisionPolicy is not supported; call "
-            "fully_shard with another mp_policy on the modules that compute in another dtype"
-        )
     if not isinstance(offload_policy, OffloadPolicy | None):
         raise TypeError(
             f"fully_shard: offload_policy must be an OffloadPolicy, got {offload_policy!r}"
@@ -119,6 +116,44 @@ def check_engine_arguments(
         raise ValueError(
             f"fully_shard: broadcast_buffers must be True or False, got {broadcast_buffers!r}"
         )
+
+
+_OVERRIDE = "param_dtype_override_fn"  # of a policy, since torch 2.15
+
+
+def without_override(
+    policy: MixedPrecisionPolicy, param_dtype: torch.dtype | None = None
+) -> MixedPrecisionPolicy:
+    """The policy without a function that chooses dtypes; with ``param_dtype``, if it is given."""
+    changes: dict[str, Any] = {} if param_dtype is None else {"param_dtype": param_dtype}
+    if any(each.name == _OVERRIDE for each in fields(policy)):
+        changes[_OVERRIDE] = None
+    return replace(policy, **changes)
+
+
+def resolved_policy(
+    policy: MixedPrecisionPolicy, param: nn.Parameter, fqn: str
+) -> MixedPrecisionPolicy:
+    """The policy for one parameter: ``param_dtype_override_fn`` may choose another ``param_dtype``.
+
+    Raises:
+        ValueError: it returns no dtype, or one that is neither that of the policy nor that of the
+            parameter.
+    """
+    choose = getattr(policy, _OVERRIDE, None)
+    dtype = None if choose is None else choose(param)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            "param_dtype_override_fn must return a torch.dtype or None but got "
+            f"{type(dtype)} for parameter {fqn!r}"
+        )
+    if dtype not in (None, policy.param_dtype, param.dtype):
+        raise ValueError(
+            "param_dtype_override_fn must return None, param_dtype, or the parameter's original "
+            f"dtype but got {dtype} for a parameter with dtype {param.dtype} and param_dtype "
+            f"{policy.param_dtype}: {fqn!r}"
+        )
+    return without_override(policy, dtype)
 
 
 def warn_of_settings_below(root: Unit, units: Mapping[str, Unit]) -> None:

@@ -109,7 +109,8 @@ class ExtensionGroup(Group):
         return devices.pinned(own) if pins else own
 
     def _make_gathered(self) -> None:
-        """Do nothing: the second method makes the parameter in the first all-gather."""
+        """Let the second method make the parameter anew, in the next all-gather."""
+        self._outputs = None
 
     @property
     def is_on_meta(self) -> bool:
@@ -300,6 +301,7 @@ class ExtensionGroup(Group):
             former = param
             param = nn.Parameter(fsdp_param.wrap(local), requires_grad=former.requires_grad)
             carry(former, param)
+        fsdp_param.keep_grad_dtype(param)
         fsdp_param.gathered = self._wholes = None
         fsdp_param.hold(param)
         fsdp_param.register(param)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from vescale_fsdp import compat
-from vescale_fsdp.compat import DTensorSpec
+from vescale_fsdp.compat import DTensorSpec, GradDtype
 from vescale_fsdp.engine.axes import Axes
 from vescale_fsdp.engine.placement import (
     annotated_spec,
@@ -89,6 +90,10 @@ class FSDPParam:
     used: bool = False  # whether a gradient appeared since the last reduction
     attributes: dict[str, Any] = field(default_factory=dict)  # ``vars`` of the sharded one
     gradients: Callable[[], Any] = _none  # the `reduce.Gradients` that has its gradients
+    # Of the sharded one, which loses it if it is converted.
+    grad_dtype: GradDtype = field(default_factory=GradDtype)
+    # That of gradients in another dtype, with the spec that it was made of.
+    _gradient_spec: tuple[DTensorSpec, torch.dtype, DTensorSpec] | None = None
 
     def __post_init__(self) -> None:
         # Whether a gradient of the gathered parameter is what the buffer wants.
@@ -162,18 +167,32 @@ class FSDPParam:
         return twin
 
     def wrap(self, part: torch.Tensor) -> DTensor:
-        """Return the sharded tensor for this rank's part, which may be flat."""
+        """Return the sharded tensor for this rank's part, which may be flat.
+
+        A gradient may have another dtype than the parameter.
+        """
+        spec = self.spec
+        if part.dtype != spec.tensor_meta.dtype:  # type: ignore[union-attr]
+            spec = self._spec_in(part.dtype)
         if self.axes.shard is None:
             part = part.view(self.shape)
             if self.is_replicated:
-                return wrap_replicated(part, self.spec)
+                return wrap_replicated(part, spec)
         elif self.dim is None:
-            return wrap_local(part, self.spec, False)
+            return wrap_local(part, spec, False)
         elif part.dim() != len(self.shape):
             part = part.view(self._rows(part), *self.shape[1:])
         if self.dim:
             part = part.movedim(0, self.dim)
-        return DTensor(part, self.spec, requires_grad=False)
+        return DTensor(part, spec, requires_grad=False)
+
+    def _spec_in(self, dtype: torch.dtype) -> DTensorSpec:
+        """Return the spec with another dtype. Kept, because each step asks for it."""
+        known, own = self._gradient_spec, self.spec
+        if known is None or known[0] is not own or known[1] != dtype:
+            known = own, dtype, spec_at_rest(own.mesh, own.placements, own.shape, dtype)
+            self._gradient_spec = known
+        return known[2]
 
     def _rows(self, part: torch.Tensor) -> int:
         """The size of dimension 0 of this rank's part, also where the others are empty."""
@@ -187,7 +206,20 @@ class FSDPParam:
         """Make the sharded parameter for this rank's part. Errors can name it."""
         param = nn.Parameter(self.wrap(part), requires_grad=requires_grad)
         setattr(param, NAME, self.fqn)
+        self.keep_grad_dtype(param)
         return param
+
+    def keep_grad_dtype(self, param: nn.Parameter) -> None:
+        """Set the ``grad_dtype`` again on a parameter that was converted, or given by assignment.
+
+        Its gradient may have been converted too.
+        """
+        is_set, dtype = self.grad_dtype
+        if is_set and not compat.grad_dtype_of(param).is_set:
+            gradient, param.grad = param.grad, None
+            param.grad_dtype = dtype
+            if gradient is not None:
+                param.grad = gradient if dtype is None else gradient.to(dtype)
 
     def flat(self, local: torch.Tensor) -> torch.Tensor:
         """Return the flat part of a local tensor of `wrap`."""
@@ -313,6 +345,7 @@ class ParamToShard:
     extends: bool = False  # whether it gathers itself (see `extension`)
     gather: Coding | None = None  # how it travels, if not as it is
     reduce: Coding | None = None  # and how its gradient does
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)  # for this one
 
     @property
     def stays_coded(self) -> bool:
@@ -515,9 +548,12 @@ def publish(
 def carry(source: nn.Parameter, target: nn.Parameter) -> None:
     """Give a parameter what users have put on the one that it replaces: hooks and attributes.
 
-    An attribute of both has the value of the one that is replaced.
+    An attribute of both has the value of the one that is replaced. So does ``grad_dtype``.
     """
     vars(target).update(_of_users(attributes_of(source)))
+    grad_dtype = compat.grad_dtype_of(source)
+    if grad_dtype.is_set and grad_dtype != compat.grad_dtype_of(target):
+        target.grad_dtype = grad_dtype.dtype
     # The dictionaries themselves, so that handles of users remove from both.
     if source._backward_hooks is not None:
         target._backward_hooks = source._backward_hooks

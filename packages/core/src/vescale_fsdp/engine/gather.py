@@ -241,8 +241,14 @@ class Gather(compat.OutsideFunction):
             gathered.first = id(ctx)
         # They have the version counters of what they are views of: so a write to one is seen, and a
         # read after the memory was freed is an error.
-        fsdp_params = gathered.trained.halves[place].fsdp_params
-        return tuple([each.gathered.detach() for each in fsdp_params])  # type: ignore[union-attr]
+        half = gathered.trained.halves[place]
+        views = tuple([each.gathered.detach() for each in half.fsdp_params])  # type: ignore[union-attr]
+        for group in gathered.unit.groups:
+            if group.takes_any_dtype:
+                which = [each.takes_any_dtype for each in half.groups]
+                compat.take_gradients_as_they_are(ctx, views, which)
+                break
+        return views
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -255,5 +261,7 @@ def _averaged(grad: torch.Tensor, fsdp_param: FSDPParam) -> torch.Tensor:
     mean = [Partial("avg")] * sharded.device_mesh.ndim
     if isinstance(grad, DTensor):  # the loss has a penalty on shards, too
         grad = grad.full_tensor()
-    whole = DTensor.from_local(grad.to(sharded.dtype), sharded.device_mesh, mean, run_check=False)
+    is_set, dtype = fsdp_param.grad_dtype
+    grad = grad.to(dtype or grad.dtype if is_set else sharded.dtype)
+    whole = DTensor.from_local(grad, sharded.device_mesh, mean, run_check=False)
     return fsdp_param.wrap(local_of(redistribute(whole, placements=sharded.placements)))

@@ -1,4 +1,4 @@
-"""Group: the parameters of a unit with the same mesh, dtype and ``requires_grad``, in one buffer.
+"""Group: the parameters of a unit with the same mesh, dtypes and ``requires_grad``, in one buffer.
 
 A group is in one of three states (`residency.State`):
 
@@ -93,7 +93,8 @@ class Group:
     """The parameters of one flat buffer, and their collectives.
 
     Args:
-        params: the parameters, all with the same dtype and ``requires_grad``, in definition order.
+        params: the parameters, all with the same dtype, ``grad_dtype`` and ``requires_grad``, in
+            definition order.
         axes: of the mesh, over which they are sharded and replicated.
         device: of the shard (meta while the parameters are there).
         offloads: whether the shard stays on the CPU, wherever the parameters are used.
@@ -157,7 +158,10 @@ class Group:
         self._part_in_flight: torch.Tensor | None = None
         narrowest = min(self._narrowest, *(p.data.element_size() for p in params))
         self._alignment = _ALIGNMENT_BYTES // narrowest
+        # Whether gradients are taken in the dtype that they have (`Gradients.may_be_wider`).
+        self.takes_any_dtype = False
         self.follows_statistics = False  # whether `Unit` may change ``compute_dtype``
+        self.asked_dtype = compute_dtype  # what the policy of mixed precision says
         self.fsdp_params: list[FSDPParam] = []
         self._specs = [TensorSpec(p.fqn, p.parts[0], p.block) for p in params]
         shapes = [p.data.shape for p in params]
@@ -242,6 +246,14 @@ class Group:
         self._set_codec()
         self._make_gathered()
 
+    def sum_for(self, grad_dtype: compat.GradDtype) -> None:
+        """Change the dtype of the gradients of all parameters. No communication."""
+        assert self.is_sharded, "gradients of what is unsharded have another dtype"
+        for fsdp_param in self.fsdp_params:
+            fsdp_param.grad_dtype = grad_dtype
+            fsdp_param.keep_grad_dtype(fsdp_param.sharded)
+        self._make_gathered()
+
     def _own_part(self, index: int, data: torch.Tensor) -> torch.Tensor:
         """Copy this rank's part of tensor ``index`` into the shard. Returns its view there."""
         start, stop = self.layout.local_range(index, self.rank)
@@ -268,6 +280,7 @@ class Group:
             local=view,
             original=weakref.ref(p.param),
             gradient_before=gradient_seen(p.param),
+            grad_dtype=compat.grad_dtype_of(p.param),
         )
         fsdp_param.hold(fsdp_param.new_sharded(view, p.param.requires_grad))
         carry(p.param, fsdp_param.sharded)
@@ -292,6 +305,9 @@ class Group:
         fsdp_param.hold_gathered(gathered)
         if differentiable:  # also where it is frozen now: it may be unfrozen later
             _take_gradients(gathered, weakref.ref(self), index)
+            self.takes_any_dtype = self.gradients.may_be_wider
+            if self.takes_any_dtype:
+                gathered.grad_dtype = None
         gathered.requires_grad_(fsdp_param.sharded.requires_grad)
 
     @property
@@ -1033,6 +1049,7 @@ class Group:
         moved = zip(self.fsdp_params, current, locals_, placements, strict=True)
         for index, (fsdp_param, param, local, placed) in enumerate(moved):
             view = shard_view(self.layout, self.rank, self.buffer.shard, index)
+            fsdp_param.keep_grad_dtype(param)
             if local is not None:
                 with torch.no_grad():
                     view.copy_(fsdp_param.flat(local))
@@ -1049,8 +1066,8 @@ class Group:
                 torch.utils.swap_tensors(param, fresh)
             fsdp_param.hold(param)
             fsdp_param.register(param)
-        self._make_gathered()
         self.gradients.bind(self.buffer, self.fsdp_params, self.pool)
+        self._make_gathered()
 
     # Rebinding
 

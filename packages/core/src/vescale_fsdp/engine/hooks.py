@@ -554,6 +554,7 @@ def make_root(unit: Unit) -> Engine:
         for group in below.groups:
             if group.is_sharded:
                 group.rebind()
+        below.follow_grad_dtypes(is_final=True)
         below.follow_statistics(is_final=True)
         for group in below.groups:
             group.forget_shadows()  # ties may have changed the places

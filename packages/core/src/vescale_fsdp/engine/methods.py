@@ -237,11 +237,24 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
         unit = self._unit()
         unit.refuse_if_pinned("converting or moving the module")
         unit.reshard()
+        with plain_tensors():
+            unit.follow_grad_dtypes()  # torch drops it from what it converts
+        # A ``grad_dtype`` that was set holds after a conversion too: torch would convert gradients.
+        kept = [
+            (fsdp_param, fsdp_param.sharded.grad)
+            for fsdp_param in unit.fsdp_params()
+            if fsdp_param.grad_dtype.is_set
+        ]
+        for fsdp_param, _ in kept:
+            fsdp_param.sharded.grad = None
         from_meta = unfilled.on_meta(self)  # type: ignore[arg-type]
         # Skips torch's FSDPModule, whose version needs FSDP2's parameter groups.
         module = super(TorchFSDPModule, self)._apply(fn, *args, **kwargs)  # type: ignore[misc]
         for group in unit.groups:
             group.rebind(may_wait=len(unit.module_refs) > 1)
+        for fsdp_param, gradient in kept:
+            if gradient is not None:
+                fsdp_param.sharded.grad = gradient.to(fsdp_param.sharded.device)
         unfilled.mark_blank(getattr(owner, name) for owner, name in from_meta)
         return module
 

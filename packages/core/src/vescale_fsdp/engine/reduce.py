@@ -47,7 +47,7 @@ class Gradients:
     Args:
         buffer: the parameters' buffer, with the layout and the dtypes.
         fsdp_params: the parameters, in the order of the buffer's layout.
-        reduce_dtype: in which gradients are summed. None: the compute dtype.
+        reduce_dtype: in which gradients are summed. None: see `sum_dtype`.
         pool: provides the memory for gradients before the reduction.
         cuts_outside: also shard optimizer state over the replicas.
     """
@@ -85,18 +85,31 @@ class Gradients:
         self._reduced: torch.Tensor | None = None
         self._arrival: transfers.Arrival | None = None  # of ``_reduced``, if moved to the CPU
         self._packing = Packing(buffer.layout)  # of all that is not published yet
+        self.pool = pool
         self.bind(buffer, fsdp_params, pool)
 
     def bind(
         self, buffer: ParameterBuffer, fsdp_params: Sequence[FSDPParam], pool: SlabPool
     ) -> None:
         """Change to another buffer, after the group was converted, moved or planned again."""
+        if self.awaits_more:
+            self.pool.lane.join()  # the new one may be of another device
         self._buffer, self._fsdp_params, self.pool = buffer, fsdp_params, pool
         for fsdp_param in fsdp_params:
             fsdp_param.gradients = weakref.ref(self)
         if self._packing.source is not buffer.layout:
             self._packing = Packing(buffer.layout)
         self._codec, self.residuals = None, Residuals()
+        if self.awaits_more:
+            self._move_waiting()
+
+    @on_lane
+    def _move_waiting(self) -> None:
+        """Keep what waits for a later backward. Ranks that have nothing send the same dtype."""
+        if self._filling is not None:
+            self._filling.move(self._filling_dtype, self.pool)
+        if self._unsummed is not None:
+            self._unsummed = self._unsummed.to(self.pool.device)
 
     def copied(
         self, buffer: ParameterBuffer, fsdp_params: Sequence[FSDPParam], pool: SlabPool
@@ -127,12 +140,29 @@ class Gradients:
     def sum_dtype(self) -> torch.dtype:
         """The dtype in which gradients are summed over ranks and micro-batches.
 
-        Without a ``reduce_dtype`` it is what FSDP2 of the installed torch documents.
+        Without a ``reduce_dtype`` it is the ``grad_dtype`` that was set, or else what FSDP2 of the
+        installed torch documents. A ``grad_dtype`` of None is the dtype of compute: ranks must know
+        what they send, also one that got no gradient.
         """
         if self._reduce_dtype is not None:
             return self._reduce_dtype
-        buffer = self._buffer
+        # All parameters of a group have the same.
+        buffer, (is_set, dtype) = self._buffer, self._fsdp_params[0].grad_dtype
+        if is_set:
+            return dtype or buffer.full_dtype
         return buffer.shard.dtype if compat.REDUCES_IN_OWN_DTYPE else buffer.full_dtype
+
+    @property
+    def may_be_wider(self) -> bool:
+        """Whether gradients are to be taken in the dtype that they have.
+
+        A function of a user (a fused kernel) may make them wider than the dtype of compute, to
+        which autograd would cast them. All others are as they were.
+        """
+        full, wanted = self._buffer.full_dtype, self.sum_dtype
+        if self._fsdp_params[0].grad_dtype.is_set:
+            return wanted != full
+        return compat.REDUCES_IN_OWN_DTYPE and wanted.itemsize > full.itemsize
 
     @property
     def wanted(self) -> Sequence[bool]:
@@ -238,12 +268,14 @@ class Gradients:
     def _filling_dtype(self) -> torch.dtype:
         """The dtype of the gradients; if several are summed here, the reduce dtype.
 
-        Also if that is narrower: it is what is sent then, as by FSDP2.
+        Also if that is narrower, or if gradients may be wider: it is what is sent then, as by
+        FSDP2.
         """
         full, wanted = self._buffer.full_dtype, self.sum_dtype
         is_narrower = wanted.itemsize < full.itemsize and not any(self.codings)
         # The same on every rank, also on one that had no gradient in the backwards before.
         is_cast = self._has_accumulated or self.casts_first or is_narrower
+        is_cast |= self._fsdp_params[0].grad_dtype.is_set
         return wanted if is_cast else full
 
     def _new_buffer(self) -> GradientBuffer:
@@ -256,7 +288,9 @@ class Gradients:
     def _memory_of_grad(self, dtype: torch.dtype) -> Lasting | None:
         """Return memory for what becomes ``.grad``. None: it is cast before, or has streams."""
         has_streams = devices.has_streams(self.pool.device)  # its pool does not take memory back
-        is_final = not has_streams and dtype == self.sum_dtype == self._buffer.shard.dtype
+        is_set, wanted = self._fsdp_params[0].grad_dtype
+        wanted = wanted or dtype if is_set else self._buffer.shard.dtype
+        is_final = not has_streams and dtype == self.sum_dtype == wanted
         return self._memory if is_final else None
 
     def _memory_of_sum(self, comm: Comm) -> Lasting | None:
@@ -408,8 +442,10 @@ class Gradients:
         if self.hook is not None:
             with devices.on_stream(reduced.device, self.hook_stream):
                 self.hook(reduced)
-        shard = self._buffer.shard
-        reduced = reduced.to(shard.dtype)
+        shard, (is_set, dtype) = self._buffer.shard, self._fsdp_params[0].grad_dtype
+        wanted = dtype if is_set else shard.dtype
+        if wanted is not None:
+            reduced = reduced.to(wanted)
         if self._reduced is None and self._moves_beside(reduced):
             self._arrival = transfers.moved_to_host(reduced)
             self._reduced = self._arrival.value

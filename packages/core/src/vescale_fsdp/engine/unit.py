@@ -127,6 +127,7 @@ class Unit(Residency):
         self.offloads_activations = False
         self.recomputes = False  # `fully_shard` has put torch's composable checkpoint on it
         self.has_ignored = False  # whether ``ignored_params`` were passed with it
+        self.follows_grad_dtypes = True  # until the first forward
         self.is_in_whole = False  # whether all in the model around it was found to be reduced
         self.before_pass: Callable[[Unit], None] | None = None  # that begins with this unit
         self.groups: list[Group] = []
@@ -230,17 +231,49 @@ class Unit(Residency):
                 )
                 for fsdp_param in group.fsdp_params
             ]
-            parts = {group: None if any(follows) else self.mp_policy.param_dtype}
+            asked = group.asked_dtype
+            parts = {group: None if any(follows) else asked}
             # A move would replace what ``functional_call`` has registered.
             if any(follows) and not all(follows) and not group.shadows.finds_substitutes:
                 self.reshard()
                 cast = group.parted([index for index, keeps in enumerate(follows) if not keeps])
                 self.groups.insert(self.groups.index(group) + 1, cast)
-                parts[cast] = self.mp_policy.param_dtype
+                parts[cast] = asked
             for part, dtype in parts.items():
                 if part.compute_dtype != dtype:
                     self.reshard()
                     part.compute_in(dtype)
+
+    def follow_grad_dtypes(self, *, is_final: bool = False) -> None:
+        """Take the ``grad_dtype`` that users have set on sharded parameters, until a first forward.
+
+        A group has one dtype of gradients. So if its parameters differ now, it is parted, as are
+        norms by `follow_statistics`; set before ``fully_shard``, they are laid out apart.
+
+        Args:
+            is_final: whether a forward is about to run.
+        """
+        if not self.follows_grad_dtypes or self.num_pins:
+            return
+        self.follows_grad_dtypes = not is_final
+        for group in list(self.groups):
+            wanted: dict[compat.GradDtype, list[FSDPParam]] = {}
+            for fsdp_param in group.fsdp_params:
+                found = compat.grad_dtype_of(fsdp_param.sharded)
+                kind = found if found.is_set else fsdp_param.grad_dtype
+                wanted.setdefault(kind, []).append(fsdp_param)
+            if [*wanted] == [group.fsdp_params[0].grad_dtype]:
+                continue
+            if len(wanted) > 1 and group.shadows.finds_substitutes:
+                continue
+            self.reshard()
+            first, *others = wanted.items()
+            for dtype, fsdp_params in others:
+                indices = [group.fsdp_params.index(fsdp_param) for fsdp_param in fsdp_params]
+                part = group.parted(indices)
+                self.groups.insert(self.groups.index(group) + 1, part)
+                part.sum_for(dtype)
+            group.sum_for(first[0])
 
     @property
     def may_follow_statistics(self) -> bool:
@@ -253,6 +286,7 @@ class Unit(Residency):
         if engine is None:  # before the first forward: somebody wants to look inside
             check_materialized(self.modules(), self.fsdp_params())
             if self.is_sharded:
+                self.follow_grad_dtypes()
                 self.follow_statistics()
         sharded = [group for group in self.groups if group.state is State.SHARDED]
         if not sharded:  # it was prefetched, or has stayed

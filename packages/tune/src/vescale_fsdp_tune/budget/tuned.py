@@ -99,7 +99,8 @@ def fully_shard(
         mesh: one axis to shard over, or two: replicas and shards. Default: all ranks, and the
             number of replicas is chosen, too.
         mp_policy, ignored_params, granularity, unused, broadcast_buffers: as of
-            ``vescale_fsdp.fully_shard``.
+            ``vescale_fsdp.fully_shard``. The prediction takes all parameters in ``param_dtype``,
+            also those for which ``param_dtype_override_fn`` returns another.
         chosen: its other arguments, with which this raises.
 
     Returns:
