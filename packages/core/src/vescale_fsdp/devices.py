@@ -399,22 +399,6 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_pinned(tensor) else tensor.pin_memory()
 
 
-def private_memory(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which this thread allocates from a memory pool for full buffers only.
-
-    Full buffers have few sizes and are often freed. Between activations they would leave holes,
-    which allocations of other sizes would fragment. Does nothing on devices other than CUDA.
-    """
-    if device.type != "cuda":
-        return _NOTHING
-    return allocating_in(_memory_pool(device), device)
-
-
 def allocating_in(pool: Any, device: torch.device) -> AbstractContextManager[None]:
     """A context in which this thread allocates CUDA memory of ``pool``."""
     return torch.cuda.use_mem_pool(pool, device)
-
-
-@functools.cache
-def _memory_pool(device: torch.device) -> Any:
-    return torch.cuda.MemPool()

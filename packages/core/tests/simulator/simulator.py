@@ -62,7 +62,6 @@ class Simulator(TorchDispatchMode):
             self._arena = torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8)
         self._blocks: dict[int, Block] = {}
         self._on_host: set[int] = set()
-        self._is_private = False
         self._communicators: dict[str, Stream] = {}
         self._numbers: dict[str, int] = {}
         self.num_collectives: dict[str, int] = {}
@@ -82,14 +81,6 @@ class Simulator(TorchDispatchMode):
     def stream(self, stream: Stream) -> Iterator[None]:
         with stream:
             yield
-
-    @contextmanager
-    def private_memory(self) -> Iterator[None]:
-        before, self._is_private = self._is_private, True
-        try:
-            yield
-        finally:
-            self._is_private = before
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._on_host
@@ -111,7 +102,7 @@ class Simulator(TorchDispatchMode):
     # Memory
 
     def _take(self, num_bytes: int) -> Block:
-        block = self.allocator.take(num_bytes, self.device.current, self._is_private)
+        block = self.allocator.take(num_bytes, self.device.current)
         if self.device.runs:
             raw = self._arena[block.offset : block.offset + block.size]
             # NaN: the next owner may write from here on.
@@ -165,7 +156,7 @@ class Simulator(TorchDispatchMode):
 
     def _adopt(self, storage: torch.UntypedStorage) -> None:
         data = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-        block = self.allocator.take(len(data), "before", False)
+        block = self.allocator.take(len(data), "before")
         self._arena[block.offset : block.offset + len(data)] = data
         self._keep(storage, block)
 
@@ -433,7 +424,7 @@ def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator
 def stand_in(simulator: Simulator, patch: Callable[[Any, str, Any], None]) -> None:
     """Let the functions of `devices` take the CPU for a device whose module is the simulator."""
     devices.side_stream.cache_clear()
-    module_of, private_memory = devices.module_of, devices.private_memory
+    module_of = devices.module_of
 
     def is_on_host(tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and simulator.is_on_host(tensor)
@@ -445,9 +436,6 @@ def stand_in(simulator: Simulator, patch: Callable[[Any, str, Any], None]) -> No
 
     for name, new in {
         "module_of": lambda device: simulator if device.type == "cpu" else module_of(device),
-        "private_memory": lambda device: (
-            simulator.private_memory() if device.type == "cpu" else private_memory(device)
-        ),
         "has_accelerator": lambda: True,
         "has_streams": lambda device: device.type != "meta",
         "is_on_host": is_on_host,

@@ -160,17 +160,17 @@ def test_a_kernel_takes_no_tensor_of_the_host() -> None:
 
 def test_the_allocator_cuts_and_joins_as_c10_does() -> None:
     allocator, stream = Allocator(1 << 40, as_cuda=True), "compute"
-    small = [allocator.take(1000, stream, False) for _ in range(3)]
+    small = [allocator.take(1000, stream) for _ in range(3)]
     assert [block.size for block in small] == [1024] * 3
     assert allocator.reserved == 2 << 20
     for block in small:
         allocator.give(block)
-    assert allocator.take(512, stream, False).offset == small[0].offset
-    middle = allocator.take(5 << 20, stream, False)
+    assert allocator.take(512, stream).offset == small[0].offset
+    middle = allocator.take(5 << 20, stream)
     assert allocator.reserved == (2 << 20) + (20 << 20)
     allocator.give(middle)
-    assert allocator.take(20 << 20, stream, False).offset == middle.offset  # the segment is whole
-    allocator.take(33 << 20, stream, False)
+    assert allocator.take(20 << 20, stream).offset == middle.offset  # the segment is whole
+    allocator.take(33 << 20, stream)
     assert allocator.reserved == (2 << 20) + (20 << 20) + (34 << 20)
-    assert allocator.take(1000, "another", False).offset >= 56 << 20
+    assert allocator.take(1000, "another").offset >= 56 << 20
     assert allocator.peak_allocated == allocator.allocated
