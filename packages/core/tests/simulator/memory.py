@@ -76,6 +76,13 @@ class Allocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
+    def free_of(self, stream: Any) -> list[Block]:
+        """The free blocks of a stream."""
+        self._free_late()
+        return [
+            block for pool, blocks in self._free.items() if pool[0] is stream for block in blocks
+        ]
+
     def _new_segment(self, size: int, pool: tuple[Any, ...]) -> Block:
         num_bytes = -(-size // _ROUND_LARGE) * _ROUND_LARGE
         if not self._as_cuda:

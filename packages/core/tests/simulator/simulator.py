@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from mmap import mmap
 from typing import Any
 from unittest import mock
@@ -108,6 +109,12 @@ class Simulator(TorchDispatchMode):
             # NaN: the next owner may write from here on.
             self.device.current.queue.append(("kernel", lambda: raw.fill_(0xFF)))
         return block
+
+    def take_free(self, stream: Stream) -> None:
+        """Let a stream write to all memory that the allocator would give it."""
+        for block in self.allocator.free_of(stream):
+            raw = self._arena[block.offset : block.offset + block.size]
+            stream.queue.append(("kernel", partial(raw.fill_, 0xFF)))
 
     def _own(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -61,6 +61,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         if not isinstance(event, Event):
             raise SimulationError(f"{self.name} is to wait for {event!r}, of another family")
+        self.device.num_waits[self.name] = self.device.num_waits.get(self.name, 0) + 1
         self.queue.append(("wait", event.flag))
 
     def wait_stream(self, other: Stream) -> None:
@@ -138,6 +139,7 @@ class Device:
         self._since = 0.0
         self.num_host_syncs = 0
         self.num_kernels: dict[str, int] = {}
+        self.num_waits: dict[str, int] = {}  # for events, by the stream that waits
         self.on_progress: Callable[[], None] = lambda: None
 
     def new_stream(self, name: str) -> Stream:

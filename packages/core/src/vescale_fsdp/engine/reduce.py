@@ -50,6 +50,9 @@ class Gradients:
         reduce_dtype: in which gradients are summed. None: the compute dtype.
         pool: provides the memory for gradients before the reduction.
         cuts_outside: also shard optimizer state over the replicas.
+
+    Attributes:
+        lane: the stream that allocates and frees the memory of the group, also that of parameters.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Gradients:
         cuts_outside: bool = False,
     ) -> None:
         self._cuts_outside = cuts_outside
+        self.lane = devices.Lane(pool.device)
         self.unit_name = ""
         self.sums_replicas = True  # whether the coming reduction is for all replicas
         self.divide_factor: float | None = None  # of the sum; None: the number of ranks
@@ -92,6 +96,8 @@ class Gradients:
     ) -> None:
         """Change to another buffer, after the group was converted, moved or planned again."""
         self._buffer, self._fsdp_params, self.pool = buffer, fsdp_params, pool
+        if self.lane.device != pool.device:
+            self.lane = devices.Lane(pool.device)
         for fsdp_param in fsdp_params:
             fsdp_param.gradients = weakref.ref(self)
         if self._packing.source is not buffer.layout:
@@ -105,6 +111,8 @@ class Gradients:
         twin = Gradients(
             buffer, fsdp_params, self._reduce_dtype, pool, cuts_outside=self._cuts_outside
         )
+        if twin.lane.device == self.lane.device:
+            twin.lane.stream = self.lane.stream  # of what is copied
         twin.divide_factor, twin.only_sums = self.divide_factor, self.only_sums
         twin.custom, twin.hook, twin.hook_stream = self.custom, self.hook, self.hook_stream
         twin.codings, twin.corrects = self.codings, self.corrects
@@ -194,7 +202,7 @@ class Gradients:
         if not self._packing.wanted[index]:
             self._refuse_unfrozen(index)
             return
-        lane = self.pool.lane
+        lane = self.lane
         if lane.is_current:
             (self._filling or self._fillable()).add(index, gradient)
         else:
@@ -209,7 +217,7 @@ class Gradients:
         kept = {index: each for index, each in gradients.items() if wanted[index]}
         for index in gradients.keys() - kept.keys():
             self._refuse_unfrozen(index)
-        lane = self.pool.lane
+        lane = self.lane
         if lane.is_current:
             self._fillable().add_all(kept)
         else:
@@ -439,6 +447,12 @@ class Gradients:
             locals_ = self._packing.shard_views(reduced, self._buffer.rank)
             gets = [a and b for a, b in zip(used, self.wanted, strict=True)]
             publish(self._fsdp_params, locals_, gets)
+
+    def held(self) -> list[torch.Tensor]:
+        """The memory of the lane that is in use between passes."""
+        filling = [] if self._filling is None else self._filling.held()
+        others = (self._unsummed, self.residuals.flat)
+        return filling + [each for each in others if each is not None]
 
     @property
     def awaits_more(self) -> bool:
