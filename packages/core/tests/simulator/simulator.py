@@ -50,11 +50,16 @@ class Simulator(TorchDispatchMode):
     It stands for the device's module too (`stand_in`).
 
     Args:
+        blocks: keep the host where NCCL and CUDA do. A collective that is the first on its
+            communicator of its kind and about its size connects, and returns when all ranks have
+            come to it. A kernel that is the first of its kind is loaded when all that runs on the
+            device has ended.
         options: as of `Device`.
     """
 
-    def __init__(self, num_bytes: int = 1 << 27, **options: Any) -> None:
+    def __init__(self, num_bytes: int = 1 << 27, *, blocks: bool = False, **options: Any) -> None:
         super().__init__()
+        self._blocks_host, self._known = blocks, set[object]()
         self.device = Device(**options)
         runs = self.device.runs
         self.allocator = Allocator(num_bytes if runs else 1 << 60, as_cuda=not runs)
@@ -260,6 +265,8 @@ class Simulator(TorchDispatchMode):
             return handle
 
         result = tree_map(to_handle, inferred)
+        if self._is_new((func, *(x.dtype for _, x in metas.values()))):
+            self.device.synchronize()
         if not self.device.runs:
             self.device.enqueue(lambda: None)
             return result
@@ -294,7 +301,26 @@ class Simulator(TorchDispatchMode):
         with _disable_current_modes():
             return TO_LIST(self._raw(tensor) if self.device.runs else tensor)
 
+    def _is_new(self, kind: object) -> bool:
+        """Whether the host is kept, because nothing of this kind was there before."""
+        if not self._blocks_host or kind in self._known:
+            return False
+        self._known.add(kind)
+        return True
+
     # Collectives
+
+    def _connect(self, name: str, group: dist.ProcessGroup, num_bytes: int) -> None:
+        """Wait on the host until all ranks have come here. The device goes on."""
+        about = 1 << (num_bytes - 1).bit_length()
+        what = f"{name} of about {about} bytes on {group.group_name}"
+        if not self._is_new(what):
+            return
+        store, key = dist.distributed_c10d._get_default_store(), f"{_num_simulations}/{what}"
+        store.add(key, 1)
+        self.device.run_until(
+            lambda: store.add(key, 0) == dist.get_world_size(group), f"to connect, in {what}"
+        )
 
     def collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """In place of ``original``: queued on a stream of its communicator."""
@@ -324,6 +350,7 @@ class Simulator(TorchDispatchMode):
                 self._compare(group, f"{name} of {sizes}")
                 original(*raws, **kwargs).wait()
 
+            self._connect(name, group, sum(x.nbytes for x in tensors))
             stream.wait_stream(self.device.current)
             if self.device.runs:
                 stream.queue.append(("collective", Collective(f"{name} of {sizes}", run)))
@@ -385,7 +412,7 @@ def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator
     """Have the engine take the CPU for a device. Enter what it gives to have kernels deferred.
 
     Args:
-        options: as of `Device`.
+        options: as of `Simulator`.
     """
     global _num_simulations
     _num_simulations += 1

@@ -220,8 +220,11 @@ class Device:
         kind, _, name = self.policy.partition(" ")
         return kind == "starve" and stream.name.startswith(name)
 
-    def run_until(self, is_done: Callable[[], bool]) -> None:
+    def run_until(self, is_done: Callable[[], bool], outside: str = "") -> None:
         """Carry out what is queued until something has happened.
+
+        Args:
+            outside: what the host waits for, if that does not come from this device.
 
         Raises:
             SimulationError: it cannot happen any more.
@@ -232,8 +235,9 @@ class Device:
                 last = time.monotonic()
             elif is_done():
                 return
-            elif not self._running or time.monotonic() - last > DEADLOCK_S:
-                raise SimulationError(f"deadlock: {self.describe()}")
+            elif time.monotonic() - last > (DEADLOCK_S if self._running or outside else 0):
+                waits = f"the host waits {outside}; " if outside else ""
+                raise SimulationError(f"deadlock: {waits}{self.describe()}")
             else:
                 time.sleep(0.0005)
 

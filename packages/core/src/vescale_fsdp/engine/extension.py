@@ -118,6 +118,10 @@ class ExtensionGroup(Group):
 
     # Gathers
 
+    def message(self, comm: Comm) -> tuple[torch.dtype, int] | None:
+        """None: the first method tells."""
+        return None
+
     def start_gather(self, comm: Comm, *, in_backward: bool = False) -> None:
         """Start the all-gather, unless the parameter is unsharded or an all-gather runs.
 

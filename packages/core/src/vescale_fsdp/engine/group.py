@@ -352,6 +352,16 @@ class Group:
 
     # All-gathers
 
+    def message(self, comm: Comm) -> tuple[torch.dtype, int] | None:
+        """The dtype and number of elements that a rank brings to an all-gather.
+
+        None: they are known in the first one only.
+        """
+        if self.codec is not None:
+            num_bytes = self.codec.num_bytes(self.layout)
+            return torch.uint8, num_bytes * self.layout.num_shards // comm.size
+        return self.buffer.full.flat.dtype, self.layout.total_size // comm.size
+
     def start_gather(self, comm: Comm, *, in_backward: bool = False) -> None:
         """Start the all-gather, unless the group is unsharded or an all-gather runs.
 

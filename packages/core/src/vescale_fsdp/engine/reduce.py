@@ -300,6 +300,32 @@ class Gradients:
         if comm.size == 1:  # the sum over the replicas need not wait
             self.finish_reduce()
 
+    def rehearse(self, comm: Comm) -> Callable[[], None]:
+        """Start a reduction of zeros, as in a backward that began now. Returns how to wait for it.
+
+        It is queued on the current stream, and nothing is kept.
+        """
+        self.casts_first = comm.sends_sums
+        if not self.settle(waits=False):
+            return lambda: None  # all are frozen
+        full = self.pool.take(self._packing.layout.total_size, self._filling_dtype).zero_()
+        codec = self._codec_for(comm)
+        dtype, pool, divisor = self.sum_dtype, self.pool, self.divide_factor
+        if codec is not None:
+            pending = comm.start_encoded_reduce(codec, codec.layout, full, dtype, pool, divisor)
+        else:
+            pending = comm.start_reduce(full, dtype, pool, divisor, only_sums=self.only_sums)
+
+        def finish() -> None:
+            reduced = pending.finish(self._reduction())
+            pool.give(full)
+            if comm.replica_group is not None:
+                averages, cuts = divisor is None, self._cuts_outside
+                over = comm.start_replica_sum(reduced, pool, averages=averages, cuts=cuts)
+                over.finish(self._outer_sum())
+
+        return finish
+
     def sealed(self) -> GradientBuffer:
         """Return the gradients that were added, ready to be sent."""
         assert self._reducing is None, "one reduction of a group at a time"
