@@ -7,8 +7,8 @@
     NCCL's streams                                   | gather i + 1 |
 
 There is one rule for memory on an accelerator: **one stream allocates and frees every buffer of
-the engine** (`Lane`). It is the stream that was current when the engine first ran on the device:
-the stream of the model's compute. Before it frees a buffer, it waits for the streams that use the
+a model's engine** (`Lane`). It is the stream on which the forward of the root begins: the stream
+of the model's compute. Before it frees a buffer, it waits for the streams that use the
 buffer. It can allocate freed memory again at once, however far the host is ahead. So peak memory
 does not depend on the host, memory is not fragmented, and these buffers need no
 ``record_stream``. The price: an all-gather starts only when the compute that was queued before it
@@ -263,17 +263,24 @@ def side_stream(device: torch.device, use: str) -> Any:
 
 
 class Lane:
-    """The one stream of a device that allocates and frees the engine's buffers.
+    """The one stream that allocates and frees the buffers of a group of parameters.
 
-    It is the stream that was current at the first use. Other streams may be current later.
+    It is the stream that is current when the forward of the root begins (`follow`), so that of the
+    model's compute; in the pass other streams may be current. Before the first forward it is the
+    stream of the first use. All groups of a model have the same one, and each model its own. If two
+    models run on two streams, neither lane moves; but they share the copy stream, so an all-gather
+    of one may wait for compute of the other.
 
     Args:
         device: the device of the buffers.
+
+    Attributes:
+        stream: None before the first use, and on a device without streams.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._module = device, module_of(device)
-        self._stream: Any = None
+        self.device, self._module = device, module_of(device)
+        self.stream: Any = None
 
     def entered(self) -> AbstractContextManager[None]:
         """A context in which work is queued on this stream.
@@ -284,8 +291,8 @@ class Lane:
         """
         if self.is_current:
             return _NOTHING
-        self._stream.wait_stream(self._module.current_stream(self._device))
-        entered: AbstractContextManager[None] = self._module.stream(self._stream)
+        self.stream.wait_stream(self._module.current_stream(self.device))
+        entered: AbstractContextManager[None] = self._module.stream(self.stream)
         return entered
 
     @property
@@ -293,15 +300,15 @@ class Lane:
         """Whether this is the current stream (always, on a device without streams)."""
         if self._module is None:
             return True
-        current = self._module.current_stream(self._device)
-        if self._stream is None:
-            self._stream = current
-        return bool(current == self._stream)
+        current = self._module.current_stream(self.device)
+        if self.stream is None:
+            self.stream = current
+        return bool(current == self.stream)
 
     def join(self) -> None:
         """Let the current stream wait for this one."""
         if not self.is_current:
-            self._module.current_stream(self._device).wait_stream(self._stream)
+            self._module.current_stream(self.device).wait_stream(self.stream)
 
     def borrow(self, tensor: torch.Tensor) -> None:
         """Keep the memory of a tensor of the current stream until this stream has read it.
@@ -310,7 +317,37 @@ class Lane:
         stream waits.
         """
         if not self.is_current:
-            tensor.record_stream(self._stream)
+            tensor.record_stream(self.stream)
+
+
+def follow(lanes: Sequence[Lane]) -> list[bool]:
+    """Make the current stream the lane of a model that has nothing under way. Returns what moved.
+
+    A model may make its first step on a stream for warm-up, and the next ones on another, which
+    would exchange events with the first in each unit if the lane stayed there.
+
+    The current stream waits once for the former one, so all that the engine has queued there comes
+    first. The caching allocator keeps what the former stream has allocated for that stream:
+
+    * What is free stays reserved for it, and the new stream reserves as much again, until memory is
+      short or ``empty_cache()`` is called.
+    * What is in use (units that stay unsharded, gradients that wait for more) is used and freed by
+      the new stream from now on. For these the caller calls ``record_stream``: the former
+      stream gets the memory when the new one is through with it, whatever is queued there.
+    * Gradients that were published are the user's, as in torch where backwards run on two streams.
+
+    Cost on the host: a comparison for each lane; if one moves, an event and a wait for it.
+    """
+    current = {device: current_stream(device) for device in {lane.device for lane in lanes}}
+    former: list[Any] = []
+    moved = []
+    for lane in lanes:
+        before, lane.stream = lane.stream, current[lane.device]
+        moved.append(before is not None and before != lane.stream)
+        if moved[-1] and before not in former:
+            lane.stream.wait_stream(before)
+            former.append(before)
+    return moved
 
 
 class Users:
@@ -399,22 +436,6 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_pinned(tensor) else tensor.pin_memory()
 
 
-def private_memory(device: torch.device) -> AbstractContextManager[None]:
-    """A context in which this thread allocates from a memory pool for full buffers only.
-
-    Full buffers have few sizes and are often freed. Between activations they would leave holes,
-    which allocations of other sizes would fragment. Does nothing on devices other than CUDA.
-    """
-    if device.type != "cuda":
-        return _NOTHING
-    return allocating_in(_memory_pool(device), device)
-
-
 def allocating_in(pool: Any, device: torch.device) -> AbstractContextManager[None]:
     """A context in which this thread allocates CUDA memory of ``pool``."""
     return torch.cuda.use_mem_pool(pool, device)
-
-
-@functools.cache
-def _memory_pool(device: torch.device) -> Any:
-    return torch.cuda.MemPool()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vescale_fsdp.dbuffer import Comm, DBuffer
+from vescale_fsdp.dbuffer.buffer import FlatBuffer
+from vescale_fsdp.dbuffer.transport import memory_for
 from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks
 
@@ -77,3 +80,23 @@ def check(in_place: bool) -> None:
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_gather_that_may_writes_the_parameters_in_place(in_place: bool) -> None:
     run_ranks(check, WORLD_SIZE, in_place)
+
+
+def test_full_buffers_are_of_the_pool_that_all_else_is_of() -> None:
+    """In one of their own, memory that is short is not looked for elsewhere, nor is it given back.
+
+    Only a gather that asks for symmetric memory has another.
+    """
+    cuda, region = torch.device("cuda"), mock.Mock()
+    buffer: Any = SimpleNamespace(
+        is_materialized=False, flat=SimpleNamespace(device=cuda), region=region
+    )
+    with (
+        mock.patch.object(torch.cuda, "MemPool"),
+        mock.patch.object(torch.cuda, "use_mem_pool") as use_mem_pool,
+    ):
+        FlatBuffer.materialize(buffer)
+        with memory_for(Gather(), cuda):
+            pass
+    region.materialize.assert_called_once()
+    use_mem_pool.assert_not_called()

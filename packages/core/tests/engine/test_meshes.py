@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -135,37 +134,6 @@ def test_ranks_with_another_mesh_are_told_so() -> None:
 
 def test_an_int_reshard_holds_where_it_divides_the_mesh() -> None:
     run_ranks(check_parts_on_two_meshes, WORLD_SIZE)
-
-
-def connected() -> list[str]:
-    """The collectives by which NCCL would connect, on gloo."""
-    found: list[str] = []
-
-    def noted(name: str) -> Any:
-        start = getattr(dist, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            found.append(f"{name} of {dist.get_world_size(kwargs['group'])}")
-            return start(*args, **kwargs)
-
-        return call
-
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
-    flat = init_device_mesh("cpu", (4,))
-    comms = [axes.comm_for(axes.Axes.of(mesh)) for mesh in (flat, square)]
-    names = ("all_gather_single", "reduce_scatter_single", "all_reduce")
-    with mock.patch.multiple(dist, **{name: noted(name) for name in names}):
-        for comm in comms:
-            axes._connect(comm, torch.device("cpu"))
-    return found
-
-
-def test_nccl_connects_by_each_collective_of_a_step() -> None:
-    flat = ["all_gather_single of 4", "reduce_scatter_single of 4"]
-    square = ["all_gather_single of 2", "reduce_scatter_single of 2"]
-    over_replicas = ["all_reduce of 2", "all_gather_single of 2"]
-    for found in run_ranks(connected, WORLD_SIZE):
-        assert found == [*flat, *square, *over_replicas]
 
 
 _groups: list[weakref.ref[dist.ProcessGroup]] = []  # of the last call, on this rank

@@ -1,7 +1,7 @@
 """What the caching allocator does with addresses: a model of c10's for CUDA.
 
-Blocks are cut from segments. A segment belongs to the stream that was current when it was made,
-and to a pool; what is freed goes back to it at once, whatever runs. Sizes are rounded as c10 does
+Blocks are cut from segments. A segment belongs to the stream that was current when it was made;
+what is freed goes back to it at once, whatever runs. Sizes are rounded as c10 does
 (2.13, `c10/cuda/CUDACachingAllocator.cpp`): to 512 bytes; requests up to 1 MiB are cut from
 segments of 2 MiB, up to 10 MiB from segments of 20 MiB, larger ones have segments of their own, in
 steps of 2 MiB.
@@ -51,14 +51,14 @@ class Allocator:
         self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = 0
         self.num_reused = 0
 
-    def take(self, num_bytes: int, stream: Any, private: bool) -> Block:
+    def take(self, num_bytes: int, stream: Any) -> Block:
         """A block for ``stream``: the smallest that fits."""
         self._free_late()
         size = -(-max(num_bytes, 1) // _MIN) * _MIN
         is_small = size <= _SMALL
-        pool = (stream, private, is_small)
+        pool = (stream, is_small)
         if not self._as_cuda:
-            pool = (stream, private, size)
+            pool = (stream, size)
         fitting = [block for block in self._free.get(pool, []) if block.size >= size]
         if fitting:
             block = min(fitting, key=lambda b: (b.size, b.offset)) if self._as_cuda else fitting[-1]
@@ -75,6 +75,13 @@ class Allocator:
         self.allocated += block.size
         self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
+
+    def free_of(self, stream: Any) -> list[Block]:
+        """The free blocks of a stream."""
+        self._free_late()
+        return [
+            block for pool, blocks in self._free.items() if pool[0] is stream for block in blocks
+        ]
 
     def _new_segment(self, size: int, pool: tuple[Any, ...]) -> Block:
         num_bytes = -(-size // _ROUND_LARGE) * _ROUND_LARGE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
@@ -66,6 +67,21 @@ class PartlyUsed(Layers):
         for layer in (self.layers[0], self.layers[1], self.layers[3]):
             x = torch.tanh(layer(x))
         return x
+
+
+class LeftOut(Layers):
+    """Three layers run again together in backward. The first rank leaves out the first of them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *others = self.layers
+
+        def run(x: Tensor) -> Tensor:
+            for layer in others[dist.get_rank() == 0 :]:
+                x = torch.tanh(layer(x))
+            return x
+
+        result: Tensor = checkpoint(run, first(x), use_reentrant=False)  # type: ignore[no-untyped-call]
+        return result
 
 
 class Sent(Tensor):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,7 @@ from .models import (
     Checkpointed,
     CheckpointedReentrant,
     Layers,
+    LeftOut,
     OnStream,
     PartlyUsed,
     Senders,
@@ -85,7 +87,7 @@ class Scenario:
         micro_batches: in a step; all but the last do not synchronize.
         quiet_from: the step from which the host is never to wait for the device.
         kept: the places of units that stay gathered after forward.
-        on_user_stream: run the steps after the first on another stream.
+        on_user_stream: which micro-batches run on another stream, by step and place in it.
         orders: in which kernels are carried out.
     """
 
@@ -99,7 +101,7 @@ class Scenario:
     optimizer: Callable[[nn.Module], Any] = sgd
     step: Callable[[nn.Module, Any, Simulator | None], list[Tensor] | None] = plain_step
     kept: Sequence[int] = ()
-    on_user_stream: bool = False
+    on_user_stream: Callable[[int, int], bool] | None = None
     orders: Sequence[Order] = tuple(ORDERS)
 
     def build(self, simulator: Simulator | None, device: str) -> nn.Module:
@@ -120,15 +122,13 @@ class Scenario:
         model = self.build(simulator, device)
         optimizer = self.optimizer(model)
         user = new_stream(simulator, device) if self.on_user_stream else None
+        if simulator is not None and user is not None:
+            take_what_is_free(model, simulator, user)
         found = []
         with simulator or nullcontext():
             for step in range(NUM_STEPS):
                 before = simulator.device.num_host_syncs if simulator else 0
-                if user is not None:
-                    compute = simulator.device.compute if simulator else current_stream()
-                    user.wait_stream(compute)
-                with user if user is not None and step else nullcontext():
-                    found += self._train(model, optimizer, simulator, step, device)
+                found += self._train(model, optimizer, simulator, step, device, user)
                 after = simulator.device.num_host_syncs if simulator else 0
                 if step >= self.quiet_from and after > before:
                     raise SimulationError(f"the host waits for the device in step {step}")
@@ -144,15 +144,32 @@ class Scenario:
         simulator: Simulator | None,
         step: int,
         device: str,
+        user: Any,
     ) -> list[Tensor]:
         for part in range(self.micro_batches):
-            generator = torch.Generator().manual_seed(100 * step + 10 * part)
-            x = torch.randn(4, WIDTH, generator=generator).to(device)
-            model.set_requires_gradient_sync(part == self.micro_batches - 1)  # type: ignore[operator]
-            loss: Tensor = model(x + 0.01 * dist.get_rank()).float().square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
-        others = self.step(model, optimizer, simulator)
+            is_last = part == self.micro_batches - 1
+            with self._on_stream(user, simulator, step, part):
+                generator = torch.Generator().manual_seed(100 * step + 10 * part)
+                x = torch.randn(4, WIDTH, generator=generator).to(device)
+                model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
+                loss: Tensor = model(x + 0.01 * dist.get_rank()).float().square().mean()
+                loss.backward()  # type: ignore[no-untyped-call]
+                others = self.step(model, optimizer, simulator) if is_last else None
         return [*getattr(loss, "held", [loss.detach()]), *(others or [])]
+
+    @contextmanager
+    def _on_stream(
+        self, user: Any, simulator: Simulator | None, step: int, part: int
+    ) -> Iterator[None]:
+        """Run what is within on the user's stream, if it is for that. It joins the other one."""
+        if user is None or self.on_user_stream is None or not self.on_user_stream(step, part):
+            yield
+            return
+        compute = simulator.device.compute if simulator else current_stream()
+        user.wait_stream(compute)
+        with user:
+            yield
+        compute.wait_stream(user)
 
 
 def current_stream() -> torch.Stream:
@@ -164,6 +181,22 @@ def new_stream(simulator: Simulator | None, device: str) -> Any:
     if simulator is not None:
         return simulator.device.new_stream("user")
     return torch.cuda.Stream() if device == "cuda" else None
+
+
+def take_what_is_free(model: nn.Module, simulator: Simulator, stream: Any) -> None:
+    """At each forward and backward of a layer, let a stream write to what it has free.
+
+    As code does that works there on something else, and waits for nobody.
+    """
+
+    def take(*given: Any) -> None:
+        simulator.take_free(stream)
+        if len(given) > 1:  # the outputs of a forward
+            given[-1].register_hook(take)
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(take)
 
 
 def _locals(param: Tensor) -> Sequence[Tensor]:
@@ -334,6 +367,13 @@ TWO = [
     Scenario("finalization", step=finalized),
     Scenario("kept memory", optimizer=keeps),
     Scenario("frozen and unused", model=PartlyUsed, quiet_from=9),
+    Scenario(
+        "a rank leaves out a unit",
+        lambda: {"in_flight": 4},
+        model=LeftOut,
+        quiet_from=9,
+        orders=FEW,
+    ),
     Scenario("checkpointing", model=Checkpointed),
     Scenario("reentrant checkpointing", model=CheckpointedReentrant),
     Scenario("branch on a stream", model=Branches, orders=[*ORDERS, *USER]),
@@ -359,7 +399,34 @@ TWO = [
         units=lambda model: [],
         micro_batches=2,
     ),
-    Scenario("steps on another stream", on_user_stream=True, orders=[*ORDERS, *USER]),
+    Scenario(
+        "steps on another stream",
+        on_user_stream=lambda step, part: step > 0,
+        orders=[*ORDERS, *USER],
+    ),
+    Scenario(
+        "first step on another stream",
+        on_user_stream=lambda step, part: step == 0,
+        orders=[*ORDERS, *USER],
+    ),
+    # What is in use while the lane moves: gradients that wait, and the unsharded parameters.
+    *(
+        Scenario(
+            f"{sharding}, first micro-batch on another stream",
+            partial(dict, sharding=sharding),
+            micro_batches=2,
+            on_user_stream=lambda step, part: part == 0,
+            orders=[*ORDERS, *USER],
+        )
+        for sharding in ("zero3", "zero1")
+    ),
+    Scenario(
+        "quantized, first micro-batch on another stream",
+        quantized,
+        micro_batches=2,
+        on_user_stream=lambda step, part: part == 0,
+        orders=[*FEW, *USER],
+    ),
     Scenario("optimizer on a stream", step=beside, orders=[*ORDERS, *USER]),
     Scenario("clipping", step=clipped),
     Scenario("hook", optimizer=post_hook),

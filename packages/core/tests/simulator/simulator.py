@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from mmap import mmap
 from typing import Any
 from unittest import mock
@@ -49,11 +50,16 @@ class Simulator(TorchDispatchMode):
     It stands for the device's module too (`stand_in`).
 
     Args:
+        blocks: keep the host where NCCL and CUDA do. A collective that is the first on its
+            communicator of its kind and about its size connects, and returns when all ranks have
+            come to it. A kernel that is the first of its kind is loaded when all that runs on the
+            device has ended.
         options: as of `Device`.
     """
 
-    def __init__(self, num_bytes: int = 1 << 27, **options: Any) -> None:
+    def __init__(self, num_bytes: int = 1 << 27, *, blocks: bool = False, **options: Any) -> None:
         super().__init__()
+        self._blocks_host, self._known = blocks, set[object]()
         self.device = Device(**options)
         runs = self.device.runs
         self.allocator = Allocator(num_bytes if runs else 1 << 60, as_cuda=not runs)
@@ -62,7 +68,6 @@ class Simulator(TorchDispatchMode):
             self._arena = torch.frombuffer(mmap(-1, num_bytes), dtype=torch.uint8)
         self._blocks: dict[int, Block] = {}
         self._on_host: set[int] = set()
-        self._is_private = False
         self._communicators: dict[str, Stream] = {}
         self._numbers: dict[str, int] = {}
         self.num_collectives: dict[str, int] = {}
@@ -82,14 +87,6 @@ class Simulator(TorchDispatchMode):
     def stream(self, stream: Stream) -> Iterator[None]:
         with stream:
             yield
-
-    @contextmanager
-    def private_memory(self) -> Iterator[None]:
-        before, self._is_private = self._is_private, True
-        try:
-            yield
-        finally:
-            self._is_private = before
 
     def is_on_host(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._on_host
@@ -111,12 +108,18 @@ class Simulator(TorchDispatchMode):
     # Memory
 
     def _take(self, num_bytes: int) -> Block:
-        block = self.allocator.take(num_bytes, self.device.current, self._is_private)
+        block = self.allocator.take(num_bytes, self.device.current)
         if self.device.runs:
             raw = self._arena[block.offset : block.offset + block.size]
             # NaN: the next owner may write from here on.
             self.device.current.queue.append(("kernel", lambda: raw.fill_(0xFF)))
         return block
+
+    def take_free(self, stream: Stream) -> None:
+        """Let a stream write to all memory that the allocator would give it."""
+        for block in self.allocator.free_of(stream):
+            raw = self._arena[block.offset : block.offset + block.size]
+            stream.queue.append(("kernel", partial(raw.fill_, 0xFF)))
 
     def _own(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -165,7 +168,7 @@ class Simulator(TorchDispatchMode):
 
     def _adopt(self, storage: torch.UntypedStorage) -> None:
         data = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-        block = self.allocator.take(len(data), "before", False)
+        block = self.allocator.take(len(data), "before")
         self._arena[block.offset : block.offset + len(data)] = data
         self._keep(storage, block)
 
@@ -262,6 +265,8 @@ class Simulator(TorchDispatchMode):
             return handle
 
         result = tree_map(to_handle, inferred)
+        if self._is_new((func, *(x.dtype for _, x in metas.values()))):
+            self.device.synchronize()
         if not self.device.runs:
             self.device.enqueue(lambda: None)
             return result
@@ -296,7 +301,26 @@ class Simulator(TorchDispatchMode):
         with _disable_current_modes():
             return TO_LIST(self._raw(tensor) if self.device.runs else tensor)
 
+    def _is_new(self, kind: object) -> bool:
+        """Whether the host is kept, because nothing of this kind was there before."""
+        if not self._blocks_host or kind in self._known:
+            return False
+        self._known.add(kind)
+        return True
+
     # Collectives
+
+    def _connect(self, name: str, group: dist.ProcessGroup, num_bytes: int) -> None:
+        """Wait on the host until all ranks have come here. The device goes on."""
+        about = 1 << (num_bytes - 1).bit_length()
+        what = f"{name} of about {about} bytes on {group.group_name}"
+        if not self._is_new(what):
+            return
+        store, key = dist.distributed_c10d._get_default_store(), f"{_num_simulations}/{what}"
+        store.add(key, 1)
+        self.device.run_until(
+            lambda: store.add(key, 0) == dist.get_world_size(group), f"to connect, in {what}"
+        )
 
     def collective(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         """In place of ``original``: queued on a stream of its communicator."""
@@ -326,6 +350,7 @@ class Simulator(TorchDispatchMode):
                 self._compare(group, f"{name} of {sizes}")
                 original(*raws, **kwargs).wait()
 
+            self._connect(name, group, sum(x.nbytes for x in tensors))
             stream.wait_stream(self.device.current)
             if self.device.runs:
                 stream.queue.append(("collective", Collective(f"{name} of {sizes}", run)))
@@ -387,7 +412,7 @@ def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator
     """Have the engine take the CPU for a device. Enter what it gives to have kernels deferred.
 
     Args:
-        options: as of `Device`.
+        options: as of `Simulator`.
     """
     global _num_simulations
     _num_simulations += 1
@@ -433,7 +458,7 @@ def simulated(policy: str = "random", seed: int = 0, **options: Any) -> Iterator
 def stand_in(simulator: Simulator, patch: Callable[[Any, str, Any], None]) -> None:
     """Let the functions of `devices` take the CPU for a device whose module is the simulator."""
     devices.side_stream.cache_clear()
-    module_of, private_memory = devices.module_of, devices.private_memory
+    module_of = devices.module_of
 
     def is_on_host(tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and simulator.is_on_host(tensor)
@@ -445,9 +470,6 @@ def stand_in(simulator: Simulator, patch: Callable[[Any, str, Any], None]) -> No
 
     for name, new in {
         "module_of": lambda device: simulator if device.type == "cpu" else module_of(device),
-        "private_memory": lambda device: (
-            simulator.private_memory() if device.type == "cpu" else private_memory(device)
-        ),
         "has_accelerator": lambda: True,
         "has_streams": lambda device: device.type != "meta",
         "is_on_host": is_on_host,

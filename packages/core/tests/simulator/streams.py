@@ -61,6 +61,7 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         if not isinstance(event, Event):
             raise SimulationError(f"{self.name} is to wait for {event!r}, of another family")
+        self.device.num_waits[self.name] = self.device.num_waits.get(self.name, 0) + 1
         self.queue.append(("wait", event.flag))
 
     def wait_stream(self, other: Stream) -> None:
@@ -138,6 +139,7 @@ class Device:
         self._since = 0.0
         self.num_host_syncs = 0
         self.num_kernels: dict[str, int] = {}
+        self.num_waits: dict[str, int] = {}  # for events, by the stream that waits
         self.on_progress: Callable[[], None] = lambda: None
 
     def new_stream(self, name: str) -> Stream:
@@ -218,8 +220,11 @@ class Device:
         kind, _, name = self.policy.partition(" ")
         return kind == "starve" and stream.name.startswith(name)
 
-    def run_until(self, is_done: Callable[[], bool]) -> None:
+    def run_until(self, is_done: Callable[[], bool], outside: str = "") -> None:
         """Carry out what is queued until something has happened.
+
+        Args:
+            outside: what the host waits for, if that does not come from this device.
 
         Raises:
             SimulationError: it cannot happen any more.
@@ -230,8 +235,9 @@ class Device:
                 last = time.monotonic()
             elif is_done():
                 return
-            elif not self._running or time.monotonic() - last > DEADLOCK_S:
-                raise SimulationError(f"deadlock: {self.describe()}")
+            elif time.monotonic() - last > (DEADLOCK_S if self._running or outside else 0):
+                waits = f"the host waits {outside}; " if outside else ""
+                raise SimulationError(f"deadlock: {waits}{self.describe()}")
             else:
                 time.sleep(0.0005)
 

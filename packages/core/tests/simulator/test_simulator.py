@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from vescale_fsdp.testing import run_ranks
 
 from .memory import Allocator
-from .scenarios import FEW, FOUR, MORE, NATIVE, ONE, ORDERS, TWO, Scenario, differences
+from .models import WIDTH
+from .scenarios import (
+    FEW,
+    FOUR,
+    MORE,
+    NATIVE,
+    NUM_STEPS,
+    ONE,
+    ORDERS,
+    TWO,
+    Scenario,
+    differences,
+    plain_step,
+    sgd,
+)
 from .simulator import Simulator, simulated
 from .streams import SimulationError
 
@@ -19,7 +38,8 @@ TIMEOUT_S = 100
 AT_EACH_CHANGE = {
     *("default", "zero1", "checkpointing", "hsdp", "optimizer on a stream", "quantized"),
     *("one rank", "branch on a stream", "a unit on two streams", "steps on another stream"),
-    *("offload", "hsdp_zero1", "Shard(1)"),
+    *("offload", "hsdp_zero1", "Shard(1)", "first step on another stream"),
+    "zero1, first micro-batch on another stream",
 }
 COPIES_LAST = ORDERS[3]
 MORE_ORDERS = [ORDERS[0], COPIES_LAST, *MORE]  # for all scenarios: nightly
@@ -73,6 +93,97 @@ def test_a_unit_of_several_buffers_is_one_operation_each_way() -> None:
         assert found["all_gather_many"] == 3 * (4 + 4)  # forward and backward of three steps
         assert found["reduce_scatter_many"] >= 2 * 4  # the first records, group by group
         assert "all_gather_single" not in found
+
+
+# Streams of passes
+
+
+def counted(begins: str) -> list[dict[str, int]]:
+    """Of each step, how many events each stream waits for, and how many kernels it gets.
+
+    Args:
+        begins: the stream of the first step. The others are on that for compute.
+    """
+    found: list[dict[str, int]] = []
+    before: dict[str, int] = {}
+
+    def step(model: nn.Module, optimizer: Any, simulator: Simulator | None) -> None:
+        plain_step(model, optimizer, simulator)
+        if simulator is not None:
+            device = simulator.device
+            now = {f"waits of {name}": n for name, n in device.num_waits.items()}
+            now |= {f"kernels of {name}": n for name, n in device.num_kernels.items()}
+            each = {key: now[key] - before.get(key, 0) for key in now}
+            found.append({key: number for key, number in each.items() if number})
+            before.update(now)
+
+    scenario = replace(
+        named("default")[0], step=step, on_user_stream=lambda step, _: begins == "user" and not step
+    )
+    with NATIVE:
+        scenario.run()  # DTensor remembers how it shards operators
+        with simulated() as simulator:
+            scenario.run(simulator)
+            simulator.device.synchronize()
+    return found
+
+
+def test_a_first_step_on_another_stream_leaves_nothing_there() -> None:
+    plain, warmed = (run_ranks(counted, 2, begins) for begins in ("compute", "user"))
+    for expected, found in zip(plain, warmed, strict=True):
+        assert found[0]["kernels of user"] > 0
+        # Once for the model's lane; the user's own wait is before the second step.
+        assert found[1]["waits of compute"] == expected[1]["waits of compute"] + 2
+        assert found[2] == expected[2]
+
+
+def check_two_models() -> list[str]:
+    """Two models train alternately, each on its own stream.
+
+    Returns the streams that a step of each has given kernels to, but for those of sending.
+    """
+    scenario = named("default")[0]
+
+    def train(simulator: Simulator | None) -> tuple[list[Tensor], list[str]]:
+        models = [scenario.build(simulator, "cpu") for _ in range(2)]
+        optimizers = [sgd(model) for model in models]
+        losses, seen = [], []
+        with simulator or nullcontext():
+            streams = (
+                [simulator.device.new_stream(f"model {n}") for n in range(2)] if simulator else []
+            )
+            for stream in streams:
+                stream.wait_stream(simulator.device.compute)
+            for step in range(NUM_STEPS):
+                for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                    with streams[number] if streams else nullcontext():
+                        before = dict(simulator.device.num_waits) if simulator else {}
+                        x = torch.full((4, WIDTH), 0.1 * (step + number + dist.get_rank()))
+                        loss = model(x).float().square().mean()
+                        loss.backward()
+                        plain_step(model, optimizer, simulator)
+                        losses.append(loss.detach())
+                        after = simulator.device.num_waits if simulator else {}
+                        seen += [f"{number}: {s}" for s, n in after.items() if n > before.get(s, 0)]
+            if simulator:
+                simulator.device.synchronize()
+            return [simulator.value(x) if simulator else x for x in losses], seen
+
+    with NATIVE:
+        expected, _ = train(None)
+    for policy, seed in ORDERS:
+        with simulated(policy, seed) as simulator:
+            found, seen = train(simulator)
+            for value, right in zip(found, expected, strict=True):
+                assert torch.equal(value, right), f"{policy}: {value}, expected {right}"
+    return sorted(set(seen))
+
+
+def test_two_models_on_two_streams_each_stay_on_theirs() -> None:
+    for seen in run_ranks(check_two_models, 2):
+        assert "0: model 0" in seen
+        assert "1: model 1" in seen
+        assert not {"0: model 1", "1: model 0", "0: compute", "1: compute"} & {*seen}
 
 
 # The simulator itself
@@ -160,17 +271,17 @@ def test_a_kernel_takes_no_tensor_of_the_host() -> None:
 
 def test_the_allocator_cuts_and_joins_as_c10_does() -> None:
     allocator, stream = Allocator(1 << 40, as_cuda=True), "compute"
-    small = [allocator.take(1000, stream, False) for _ in range(3)]
+    small = [allocator.take(1000, stream) for _ in range(3)]
     assert [block.size for block in small] == [1024] * 3
     assert allocator.reserved == 2 << 20
     for block in small:
         allocator.give(block)
-    assert allocator.take(512, stream, False).offset == small[0].offset
-    middle = allocator.take(5 << 20, stream, False)
+    assert allocator.take(512, stream).offset == small[0].offset
+    middle = allocator.take(5 << 20, stream)
     assert allocator.reserved == (2 << 20) + (20 << 20)
     allocator.give(middle)
-    assert allocator.take(20 << 20, stream, False).offset == middle.offset  # the segment is whole
-    allocator.take(33 << 20, stream, False)
+    assert allocator.take(20 << 20, stream).offset == middle.offset  # the segment is whole
+    allocator.take(33 << 20, stream)
     assert allocator.reserved == (2 << 20) + (20 << 20) + (34 << 20)
-    assert allocator.take(1000, "another", False).offset >= 56 << 20
+    assert allocator.take(1000, "another").offset >= 56 << 20
     assert allocator.peak_allocated == allocator.allocated

@@ -22,7 +22,7 @@ Source: arXiv 2602.22437, section on DBuffer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -88,10 +88,10 @@ class FlatBuffer:
         """Allocate memory for the views, uninitialised. Does nothing if there is memory.
 
         Args:
-            within: a context in which to allocate it. Default: `devices.private_memory`.
+            within: a context in which to allocate it.
         """
         if not self.is_materialized:
-            with within or devices.private_memory(self.flat.device):
+            with within or nullcontext():
                 self.region.materialize()
 
     def release(self, *, keeps: bool = False) -> None:

@@ -105,6 +105,10 @@ class EncodedShard:
         assert self._message is not None, "there is one now"
         return self._message, is_written
 
+    def held(self) -> list[torch.Tensor]:
+        """The message, if there is one."""
+        return [] if self._message is None else [self._message]
+
     def drop(self) -> None:
         """Drop the message, because parameters may have changed, or it is not sent again."""
         self._message = self._version = None

@@ -75,6 +75,7 @@ class Comm:
     replica: int = 0  # of this rank among them
     issued: Issued = field(default_factory=Issued)
     issued_outside: Issued = field(default_factory=Issued)  # over the replicas
+    connected: set[object] = field(default_factory=set)  # what was sent before the first pass
     _batch: Batch | None = None  # of what is issued within `together`
 
     @contextmanager
@@ -226,18 +227,22 @@ class Comm:
         if num_parts == 1:
             full.copy_(part)
             return None
+        return self.neighbours(num_parts).all_gather(full, part)
+
+    def neighbours(self, num_parts: int) -> Comm:
+        """Return communicators of so many neighbouring ranks. Collective at the first call."""
         ranks = dist.get_process_group_ranks(self.gather_group)
         first = self.rank // num_parts * num_parts
-        group = collectives.group_over(ranks[first : first + num_parts], self.gather_group)
-        neighbours = replace(
+        return replace(
             self,
-            gather_group=group,
+            gather_group=collectives.group_over(
+                ranks[first : first + num_parts], self.gather_group
+            ),
             rank=self.rank - first,
             size=num_parts,
             issued=Issued(),
             _batch=None,  # that of another communicator
         )
-        return neighbours.all_gather(full, part)
 
     def start_reduce(
         self,

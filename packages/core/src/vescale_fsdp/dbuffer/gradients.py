@@ -64,6 +64,10 @@ class GradientBuffer:
                 self._flat = self._memory.take(size, self.dtype, self._pool.device)
         return self._flat
 
+    def held(self) -> list[torch.Tensor]:
+        """The tensors that it has now."""
+        return [*self._apart.values(), *([] if self._flat is None else [self._flat])]
+
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add the gradient of tensor ``index``. Other code must not write to it any more.
 

@@ -305,14 +305,10 @@ class SlabPool:
 
     A slab is at most a quarter larger than what it is taken for. Unused slabs have no memory, and
     are few. On an accelerator it uses the caching allocator instead.
-
-    Attributes:
-        lane: the stream on which slabs are allocated, written to and freed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.lane = devices.Lane(device)
         self._idle: list[Region] = []
         self._lent: dict[int, Region] = {}
         self._num_trims = 0
@@ -350,12 +346,12 @@ class SlabPool:
 
 
 def on_lane(method: Callable[P, R]) -> Callable[P, R]:
-    """Make a method of an object with a ``pool`` run on the stream that owns the pool's memory."""
+    """Make a method of an object with a ``lane`` run on that stream, which owns the memory."""
 
     @functools.wraps(method)
     def queued(*args: P.args, **kwargs: P.kwargs) -> R:
         owner: Any = args[0]
-        lane = owner.pool.lane
+        lane = owner.lane
         if lane.is_current:
             return method(*args, **kwargs)
         with lane.entered():

@@ -33,7 +33,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -199,7 +199,7 @@ class ThenCopy:
 def memory_for(gather: Any, device: torch.device) -> AbstractContextManager[None]:
     """Return a context to allocate the full buffer in, so that ``gather`` can write to it."""
     symmetric = collectives.uses_symmetric_memory(gather)
-    return collectives.symmetric_memory(device) if symmetric else devices.private_memory(device)
+    return collectives.symmetric_memory(device) if symmetric else nullcontext()
 
 
 def start_custom_gather(

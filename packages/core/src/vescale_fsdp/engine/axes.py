@@ -21,13 +21,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from weakref import WeakKeyDictionary
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import compat
 from vescale_fsdp.backends import backend_name, spelling_of
 from vescale_fsdp.dbuffer import Comm, choose_reduction, let_ranks_go_first
 from vescale_fsdp.program import ZERO_TABLE, Kept, Row
@@ -229,28 +228,8 @@ def comm_for(axes: Axes) -> Comm:
             replica=axes.replica,
         )
         let_ranks_go_first()
-        if backend_name(comm.gather_group, device) == "nccl":
-            _connect(comm, devices.current_device(device))
         comms[key] = comm
     return comm
-
-
-def _connect(comm: Comm, device: torch.device) -> None:
-    """Let NCCL make its connections, by one collective of each kind. Collective.
-
-    In the first one of a kind, NCCL keeps the host until all ranks have come to it. Within a step
-    another rank may come to it only after an all-gather for which this rank has still to send, if
-    their orders differ. And that rank's host may wait for this all-gather, because CUDA loads a
-    kernel at its first use, when running kernels have ended: a deadlock.
-    """
-    own, parts = torch.zeros(1, device=device), torch.zeros(comm.size, device=device)
-    if comm.size > 1:
-        collectives.all_gather_single(parts, own, comm.gather_group).wait()
-        collectives.reduce_scatter_single(own, parts, dist.ReduceOp.SUM, comm.reduce_group).wait()
-    if comm.replica_group is not None:
-        replicas = torch.zeros(comm.num_replicas, device=device)
-        collectives.all_reduce(own, comm.replica_group).wait()
-        collectives.all_gather_single(replicas, own, comm.replica_group).wait()
 
 
 _DEFAULTS = {1: "zero3", 2: "hsdp"}  # by the number of axes: FSDP2's

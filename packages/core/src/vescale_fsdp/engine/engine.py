@@ -208,14 +208,30 @@ class Engine(Executor):
 
     def begin_pass(self, first: Residency) -> None:
         """Wait for the user's events before all-gathers, and start those of outer axes."""
-        unit, units = self._units[first.index](), self.units()
+        unit = self._units[first.index]()
         assert unit is not None, "it runs"
+        groups = [group for each in self.units() for group in each.groups]
+        if groups and groups[0].has_streams:
+            self._follow_stream(groups)
         event, unit.post_optim_event = unit.post_optim_event, None
         if event is not None:
-            for device in {group.pool.device for each in units for group in each.groups}:
+            for device in {group.pool.device for group in groups}:
                 devices.wait_event(device, event)
-        for group in [group for each in units for group in each.groups if group.axes.cuts_outside]:
-            group.start_outer_gather(self.comm(group))
+        for group in groups:
+            if group.axes.cuts_outside:
+                group.start_outer_gather(self.comm(group))
+
+    def _follow_stream(self, groups: Sequence[Group]) -> None:
+        """Move the lanes to the stream on which the forward of the root begins.
+
+        Only if nothing is under way: no backward, and no all-gather that a user has started.
+        """
+        if self.is_running or any(group.is_gathering for group in groups):
+            return
+        lanes = [group.gradients.lane for group in groups]
+        for group, has_moved in zip(groups, devices.follow(lanes), strict=True):
+            for tensor in group.held() if has_moved else ():
+                tensor.record_stream(group.gradients.lane.stream)
 
     def end_pass(self) -> None:
         """After a forward without gradients: keep what it wrote, and free its memory."""

@@ -119,6 +119,10 @@ class ExtensionGroup(Group):
 
     # Gathers
 
+    def message(self, comm: Comm) -> tuple[torch.dtype, int] | None:
+        """None: the first method tells."""
+        return None
+
     def start_gather(self, comm: Comm, *, in_backward: bool = False) -> None:
         """Start the all-gather, unless the parameter is unsharded or an all-gather runs.
 
@@ -128,7 +132,7 @@ class ExtensionGroup(Group):
             RankMismatchError: ranks send inputs of different sizes.
         """
         if self.state is State.SHARDED:
-            with self.pool.lane.entered():
+            with self.gradients.lane.entered():
                 self._start_gather(comm, in_backward)
             self._gathered_version = self.version
             self.state = State.UNSHARDING
@@ -204,9 +208,9 @@ class ExtensionGroup(Group):
         """Wait for the all-gather, and call the second method, which makes the parameter."""
         if self.state is State.UNSHARDING:
             self._wait()
-            with self.pool.lane.entered():
+            with self.gradients.lane.entered():
                 self._make_parameter()
-            self.pool.lane.join()
+            self.gradients.lane.join()
         super().finish_gather()
 
     def _make_parameter(self) -> None:
@@ -248,6 +252,13 @@ class ExtensionGroup(Group):
         """Return ``_cdata`` of each storage that a reshard frees."""
         own = set() if self._outputs is None else self._outputs.storages
         return own | {storage._cdata for storage, _ in self._inner}
+
+    def held(self) -> list[torch.Tensor]:
+        """As `Group.held`, with what the second method has allocated."""
+        outputs = self._outputs.tensors if self._outputs is not None else []
+        inner = [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s, _ in self._inner]
+        found = [tensor for tensor in (*outputs, *inner) if tensor.untyped_storage().nbytes()]
+        return found + self.gradients.held()
 
     def write_back(self) -> None:
         """Not supported: the unsharded parameter is another representation of the local parts.

@@ -321,6 +321,19 @@ class Group:
         return devices.has_streams(self._compute_device)
 
     @property
+    def is_gathering(self) -> bool:
+        """Whether an all-gather was started, and nobody has waited for it."""
+        return self._work is not None
+
+    def held(self) -> list[torch.Tensor]:
+        """The memory of the lane that is in use between passes."""
+        full, part = self.buffer.full_face, self._part
+        found = [] if full is None or not full.is_materialized else [full.flat]
+        found += [] if part is None else [part]
+        found += [] if self._inner_shard is None else self._inner_shard.held()
+        return found + self._encoded_shard.held() + self.gradients.held()
+
+    @property
     def fqns(self) -> list[str]:
         """The names of the parameters."""
         return [fsdp_param.fqn for fsdp_param in self.fsdp_params]
@@ -371,13 +384,23 @@ class Group:
 
     # All-gathers
 
+    def message(self, comm: Comm) -> tuple[torch.dtype, int] | None:
+        """The dtype and number of elements that a rank brings to an all-gather.
+
+        None: they are known in the first one only.
+        """
+        if self.codec is not None:
+            num_bytes = self.codec.num_bytes(self.layout)
+            return torch.uint8, num_bytes * self.layout.num_shards // comm.size
+        return self.buffer.full.flat.dtype, self.layout.total_size // comm.size
+
     def start_gather(self, comm: Comm, *, in_backward: bool = False) -> None:
         """Start the all-gather, unless the group is unsharded or an all-gather runs.
 
         In backward it gathers the larger parts that forward has kept, if any.
         """
         if self.state is State.SHARDED:
-            with self.pool.lane.entered(), compat.recorded("unshard", [self.unit_name]):
+            with self.gradients.lane.entered(), compat.recorded("unshard", [self.unit_name]):
                 self._start_gather(comm, in_backward)
             self._gathered_version = self.version
             self.state = State.UNSHARDING
@@ -477,7 +500,7 @@ class Group:
         """Start the all-gather over the outer axis, if parameters are sharded over it too."""
         if self._inner_shard is not None and not self.is_on_meta:
             outer, version = comm.among_replicas, self.version
-            with self.pool.lane.entered():
+            with self.gradients.lane.entered():
                 self._inner_shard.start_gather(self.buffer, outer, version, self.codec)
 
     def drop_message(self) -> None:
@@ -594,9 +617,9 @@ class Group:
 
     def _wait(self) -> None:
         if isinstance(self._work, ThenCopy):  # what is left to do allocates, or frees
-            with self.pool.lane.entered():
+            with self.gradients.lane.entered():
                 waits.wait(self._work, self._gather())
-            self.pool.lane.join()
+            self.gradients.lane.join()
         elif self._work is not None:
             waits.wait(self._work, self._gather())
         self._work = self._part_in_flight = None
@@ -611,7 +634,7 @@ class Group:
         """Reshard, but keep one of ``num_parts`` equal parts of the full buffer for backward."""
         if self.state is not State.SHARDED:
             self._wait()
-            with self.pool.lane.entered():
+            with self.gradients.lane.entered():
                 part = self.buffer.part(num_parts)
                 kept = torch.empty_like(part)  # not a view: the full buffer is freed
                 kept.copy_(part)
@@ -635,7 +658,7 @@ class Group:
             # At the end of a forward, ``functional_call`` may have put what is registered.
             show_sharded(self.fsdp_params, drops=not self.is_in_forward)
             self.shadows.is_swapped = False
-        with self.pool.lane.entered():
+        with self.gradients.lane.entered():
             self._users.end()
             self._release()
         self.is_by_hand = False
@@ -1086,7 +1109,7 @@ def together(groups: Sequence[Group], comms: Sequence[Comm]) -> AbstractContextM
     if len(groups) < 2 or not groups[0].has_streams:
         return nullcontext()
     stack = ExitStack()
-    stack.enter_context(groups[0].pool.lane.entered())  # also for what its end issues
+    stack.enter_context(groups[0].gradients.lane.entered())  # also for what its end issues
     for comm in {id(each): each for each in comms}.values():
         stack.enter_context(comm.together(groups[0].pool.device))
     return stack

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from vescale_fsdp import compat, devices
+from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import Comm, Region, SlabPool, ThenCopy, make_region
 from vescale_fsdp.ragged import contiguous_strides
 
@@ -35,7 +35,7 @@ class Outputs:
     """
 
     def __init__(self, kinds: Sequence[Kind], num_ranks: int, device: torch.device) -> None:
-        self.kinds, self._device = list(kinds), device
+        self.kinds = list(kinds)
         self.tensors: list[torch.Tensor] = []
         self._regions: list[Region] = []
         self._bytes: list[torch.Tensor] = []  # the same memory, [ranks, bytes of one input]
@@ -68,9 +68,8 @@ class Outputs:
         Cost: a single input is gathered in place. Several inputs are sent in one message, and one
         copy per input is made when the all-gather is waited for.
         """
-        with devices.private_memory(self._device):
-            for region in self._regions:
-                region.materialize()
+        for region in self._regions:
+            region.materialize()
         sizes = [part.shape[1] for part in self._bytes]
         num_bytes = -(-sum(sizes) // _MESSAGE_ALIGNMENT) * _MESSAGE_ALIGNMENT
         in_place = sizes == [num_bytes]

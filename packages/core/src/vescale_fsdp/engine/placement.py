@@ -434,6 +434,10 @@ class InnerShard:
         assert self._values is not None, "start_gather comes first"
         return self._values
 
+    def held(self) -> list[torch.Tensor]:
+        """The values, if there are any, also before they have arrived."""
+        return [] if self._values is None else [self._values]
+
     def wait(self) -> None:
         """Wait for the values. On CUDA the current stream waits."""
         if self._work is not None:

@@ -50,6 +50,9 @@ class Gradients:
         reduce_dtype: in which gradients are summed. None: see `sum_dtype`.
         pool: provides the memory for gradients before the reduction.
         cuts_outside: also shard optimizer state over the replicas.
+
+    Attributes:
+        lane: the stream that allocates and frees the memory of the group, also that of parameters.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Gradients:
         cuts_outside: bool = False,
     ) -> None:
         self._cuts_outside = cuts_outside
+        self.lane = devices.Lane(pool.device)
         self.unit_name = ""
         self.sums_replicas = True  # whether the coming reduction is for all replicas
         self.divide_factor: float | None = None  # of the sum; None: the number of ranks
@@ -93,8 +97,10 @@ class Gradients:
     ) -> None:
         """Change to another buffer, after the group was converted, moved or planned again."""
         if self.awaits_more:
-            self.pool.lane.join()  # the new one may be of another device
+            self.lane.join()  # the new one may be of another device
         self._buffer, self._fsdp_params, self.pool = buffer, fsdp_params, pool
+        if self.lane.device != pool.device:
+            self.lane = devices.Lane(pool.device)
         for fsdp_param in fsdp_params:
             fsdp_param.gradients = weakref.ref(self)
         if self._packing.source is not buffer.layout:
@@ -118,6 +124,8 @@ class Gradients:
         twin = Gradients(
             buffer, fsdp_params, self._reduce_dtype, pool, cuts_outside=self._cuts_outside
         )
+        if twin.lane.device == self.lane.device:
+            twin.lane.stream = self.lane.stream  # of what is copied
         twin.divide_factor, twin.only_sums = self.divide_factor, self.only_sums
         twin.custom, twin.hook, twin.hook_stream = self.custom, self.hook, self.hook_stream
         twin.codings, twin.corrects = self.codings, self.corrects
@@ -224,7 +232,7 @@ class Gradients:
         if not self._packing.wanted[index]:
             self._refuse_unfrozen(index)
             return
-        lane = self.pool.lane
+        lane = self.lane
         if lane.is_current:
             (self._filling or self._fillable()).add(index, gradient)
         else:
@@ -239,7 +247,7 @@ class Gradients:
         kept = {index: each for index, each in gradients.items() if wanted[index]}
         for index in gradients.keys() - kept.keys():
             self._refuse_unfrozen(index)
-        lane = self.pool.lane
+        lane = self.lane
         if lane.is_current:
             self._fillable().add_all(kept)
         else:
@@ -325,6 +333,32 @@ class Gradients:
         self.expect(gradients, pending, comm)
         if comm.size == 1:  # the sum over the replicas need not wait
             self.finish_reduce()
+
+    def rehearse(self, comm: Comm) -> Callable[[], None]:
+        """Start a reduction of zeros, as in a backward that began now. Returns how to wait for it.
+
+        It is queued on the current stream, and nothing is kept.
+        """
+        self.casts_first = comm.sends_sums
+        if not self.settle(waits=False):
+            return lambda: None  # all are frozen
+        full = self.pool.take(self._packing.layout.total_size, self._filling_dtype).zero_()
+        codec = self._codec_for(comm)
+        dtype, pool, divisor = self.sum_dtype, self.pool, self.divide_factor
+        if codec is not None:
+            pending = comm.start_encoded_reduce(codec, codec.layout, full, dtype, pool, divisor)
+        else:
+            pending = comm.start_reduce(full, dtype, pool, divisor, only_sums=self.only_sums)
+
+        def finish() -> None:
+            reduced = pending.finish(self._reduction())
+            pool.give(full)
+            if comm.replica_group is not None:
+                averages, cuts = divisor is None, self._cuts_outside
+                over = comm.start_replica_sum(reduced, pool, averages=averages, cuts=cuts)
+                over.finish(self._outer_sum())
+
+        return finish
 
     def sealed(self) -> GradientBuffer:
         """Return the gradients that were added, ready to be sent."""
@@ -475,6 +509,12 @@ class Gradients:
             locals_ = self._packing.shard_views(reduced, self._buffer.rank)
             gets = [a and b for a, b in zip(used, self.wanted, strict=True)]
             publish(self._fsdp_params, locals_, gets)
+
+    def held(self) -> list[torch.Tensor]:
+        """The memory of the lane that is in use between passes."""
+        filling = [] if self._filling is None else self._filling.held()
+        others = (self._unsummed, self.residuals.flat)
+        return filling + [each for each in others if each is not None]
 
     @property
     def awaits_more(self) -> bool:

@@ -279,7 +279,7 @@ class Reducing:
         for groups, usage in usages:
             for group, flags in zip(groups, usage.finish(), strict=True):
                 group.gradients.publish(flags)
-                group.pool.lane.join()
+                group.gradients.lane.join()
                 if not group.fsdp_params[0].counts_writes:  # an optimizer may come next, unnoticed
                     group.num_writes += 1
         hand_back()
