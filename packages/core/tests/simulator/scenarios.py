@@ -87,8 +87,8 @@ class Scenario:
         micro_batches: in a step; all but the last do not synchronize.
         quiet_from: the step from which the host is never to wait for the device.
         kept: the places of units that stay gathered after forward.
-            "backward" alone, with the step of the optimizer.
-            "backward" alone, and the step of the optimizer.
+        on_user_stream: whether a micro-batch runs on another stream, by step and place in it; or
+            its "backward" alone, with the step of the optimizer.
         orders: in which kernels are carried out.
     """
 
