@@ -87,7 +87,8 @@ class Scenario:
         micro_batches: in a step; all but the last do not synchronize.
         quiet_from: the step from which the host is never to wait for the device.
         kept: the places of units that stay gathered after forward.
-        on_user_stream: which micro-batches run on another stream, by step and place in it.
+        on_user_stream: whether a micro-batch runs on another stream, by step and place in it; or
+            its "backward" alone, with the step of the optimizer.
         orders: in which kernels are carried out.
     """
 
@@ -101,7 +102,7 @@ class Scenario:
     optimizer: Callable[[nn.Module], Any] = sgd
     step: Callable[[nn.Module, Any, Simulator | None], list[Tensor] | None] = plain_step
     kept: Sequence[int] = ()
-    on_user_stream: Callable[[int, int], bool] | None = None
+    on_user_stream: Callable[[int, int], bool | str] | None = None
     orders: Sequence[Order] = tuple(ORDERS)
 
     def build(self, simulator: Simulator | None, device: str) -> nn.Module:
@@ -148,28 +149,29 @@ class Scenario:
     ) -> list[Tensor]:
         for part in range(self.micro_batches):
             is_last = part == self.micro_batches - 1
-            with self._on_stream(user, simulator, step, part):
+            where = self.on_user_stream(step, part) if self.on_user_stream else False
+            with on_stream(user if where is True else None, simulator):
                 generator = torch.Generator().manual_seed(100 * step + 10 * part)
                 x = torch.randn(4, WIDTH, generator=generator).to(device)
                 model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
                 loss: Tensor = model(x + 0.01 * dist.get_rank()).float().square().mean()
-                loss.backward()  # type: ignore[no-untyped-call]
-                others = self.step(model, optimizer, simulator) if is_last else None
+                with on_stream(user if where == "backward" else None, simulator):
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    others = self.step(model, optimizer, simulator) if is_last else None
         return [*getattr(loss, "held", [loss.detach()]), *(others or [])]
 
-    @contextmanager
-    def _on_stream(
-        self, user: Any, simulator: Simulator | None, step: int, part: int
-    ) -> Iterator[None]:
-        """Run what is within on the user's stream, if it is for that. It joins the other one."""
-        if user is None or self.on_user_stream is None or not self.on_user_stream(step, part):
-            yield
-            return
-        compute = simulator.device.compute if simulator else current_stream()
-        user.wait_stream(compute)
-        with user:
-            yield
-        compute.wait_stream(user)
+
+@contextmanager
+def on_stream(user: Any, simulator: Simulator | None) -> Iterator[None]:
+    """Run what is within on the user's stream, if there is one. It joins the other one."""
+    if user is None:
+        yield
+        return
+    compute = simulator.device.compute if simulator else current_stream()
+    user.wait_stream(compute)
+    with user:
+        yield
+    compute.wait_stream(user)
 
 
 def current_stream() -> torch.Stream:
@@ -402,6 +404,11 @@ TWO = [
     Scenario(
         "steps on another stream",
         on_user_stream=lambda step, part: step > 0,
+        orders=[*ORDERS, *USER],
+    ),
+    Scenario(
+        "backward on another stream",
+        on_user_stream=lambda step, part: "backward",
         orders=[*ORDERS, *USER],
     ),
     Scenario(
