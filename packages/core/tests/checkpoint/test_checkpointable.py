@@ -318,12 +318,13 @@ def test_replicated_parameters_are_one_chunk_and_partial_tensors_are_refused(
 
 
 def check_by_hand() -> None:
-    from vescale_fsdp.compat.checkpoints import chunks_by_hand, write_items_by_hand
+    from vescale_fsdp.compat import checkpoints
 
     for kind in GRANULARITIES:
         for name, param in make(kind).named_parameters():
-            assert chunks_by_hand(param) == compat.chunk_list(param)
-            found, expected = write_items_by_hand(name, param), compat.write_items(name, param)
+            assert checkpoints.chunks_by_hand(param) == checkpoints.chunk_list(param)
+            found = checkpoints.write_items_by_hand(name, param)
+            expected = checkpoints.write_items(name, param)
             assert found == expected
             for items in (found, expected):
                 assert [each.index.index for each in items] == list(range(len(items)))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from vescale_fsdp.engine import connecting, hooks
+from vescale_fsdp.engine import connecting
 from vescale_fsdp.ranks import collectives
 from vescale_fsdp.testing import run_ranks
 
@@ -39,7 +39,7 @@ def trained(connect: Callable[..., None]) -> str:
         expected = LEFT_OUT.run()
         with (
             AS_NCCL,
-            mock.patch.object(hooks, "connect", connect),
+            mock.patch.object(connecting, "connect", connect),
             simulated("first", blocks=True) as simulator,
         ):
             try:
@@ -69,8 +69,10 @@ def sent(name: str) -> tuple[set[str], set[str], int]:
     def note(self: Simulator, name: str, group: dist.ProcessGroup, num_bytes: int) -> None:
         seen.append(f"{name} of {num_bytes} bytes over {dist.get_process_group_ranks(group)}")
 
+    original = connecting.connect
+
     def connect(*args: Any, **options: Any) -> None:
-        connecting.connect(*args, **options)
+        original(*args, **options)
         before.extend(seen)
 
     with NATIVE:
@@ -79,7 +81,7 @@ def sent(name: str) -> tuple[set[str], set[str], int]:
         NATIVE,
         AS_NCCL,
         mock.patch.object(Simulator, "_connect", note),
-        mock.patch.object(hooks, "connect", connect),
+        mock.patch.object(connecting, "connect", connect),
         simulated("first") as simulator,
     ):
         named(name)[0].run(simulator)

@@ -27,7 +27,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_wrapper
 
-from vescale_fsdp.compat.checkpoints import chunk_list, write_items
 from vescale_fsdp.compat.patches import (
     has_other_init_group,
     refuse_boxes,
@@ -121,7 +120,6 @@ __all__ = [
     "agents_in",
     "apply_outside",
     "archive_records",
-    "chunk_list",
     "coalescing",
     "concatenate_meshes",
     "count_groups_from_zero",
@@ -181,5 +179,4 @@ __all__ = [
     "without_step_hooks",
     "without_torch_function",
     "wrap_from_local",
-    "write_items",
 ]  # fmt: skip

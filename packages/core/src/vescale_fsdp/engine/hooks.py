@@ -37,7 +37,6 @@ from vescale_fsdp import compat
 from vescale_fsdp.dbuffer import plain_tensors
 from vescale_fsdp.engine import boundary
 from vescale_fsdp.engine.arguments import warn_of_settings_below
-from vescale_fsdp.engine.connecting import connect
 from vescale_fsdp.engine.containers import Copies, map_tensors, tensors_requiring_grad
 from vescale_fsdp.engine.engine import Engine, engine_of
 from vescale_fsdp.engine.gather import Gathered
@@ -564,7 +563,10 @@ def make_root(unit: Unit) -> Engine:
     follow_ties(list(units.values()))
     warn_of_settings_below(unit, units)
     engine = Engine(list(units.values()), unused=unit.unused, in_flight=unit.in_flight)
-    connect(units.values(), engine.comm, asks=unit.unused != "zeros")
+    if any(below.has_streams for below in units.values()):
+        from vescale_fsdp.engine.connecting import connect  # not loaded on a CPU
+
+        connect(units.values(), engine.comm, asks=unit.unused != "zeros")
     for group in (group for below in units.values() for group in below.groups):
         group.equalize_replicas()
     unit.is_root = True
