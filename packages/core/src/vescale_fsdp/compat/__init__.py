@@ -56,6 +56,7 @@ from vescale_fsdp.compat.versions import (
     agents_in,
     apply_outside,
     archive_records,
+    chunk_list,
     coalescing,
     concatenate_meshes,
     count_groups_from_zero,
@@ -94,6 +95,7 @@ from vescale_fsdp.compat.versions import (
     was_made_before,
     will_run,
     without_torch_function,
+    write_items,
 )
 
 __all__ = [
@@ -120,6 +122,7 @@ __all__ = [
     "agents_in",
     "apply_outside",
     "archive_records",
+    "chunk_list",
     "coalescing",
     "concatenate_meshes",
     "count_groups_from_zero",
@@ -179,4 +182,5 @@ __all__ = [
     "without_step_hooks",
     "without_torch_function",
     "wrap_from_local",
+    "write_items",
 ]  # fmt: skip

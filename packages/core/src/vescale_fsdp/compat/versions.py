@@ -334,6 +334,20 @@ def num_holders(tensor: torch.Tensor) -> int:
     return int(_C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
+def chunk_list(tensor: Any) -> list[Any]:
+    """DCP's list of the boxes of a tensor that speaks its protocol (`checkpoints`)."""
+    from vescale_fsdp.compat import checkpoints
+
+    return checkpoints.chunk_list(tensor)
+
+
+def write_items(fqn: str, tensor: Any) -> list[Any]:
+    """DCP's items for the plan of a save of such a tensor."""
+    from vescale_fsdp.compat import checkpoints
+
+    return checkpoints.write_items(fqn, tensor)
+
+
 def storage_info(path: str, start: int, num_bytes: int) -> Any:
     """Where ``torch.distributed.checkpoint`` finds one item: a file and a range of its bytes."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo

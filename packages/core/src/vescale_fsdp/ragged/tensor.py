@@ -282,15 +282,11 @@ class RaggedTensor(FSDPTensor):
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         self._raise_if_contains_partial_placements()
-        from vescale_fsdp.compat.checkpoints import write_items
-
-        return [_BoxItem(**vars(item)) for item in write_items(fqn, self)]
+        return [_BoxItem(**vars(item)) for item in compat.write_items(fqn, self)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         self._raise_if_contains_partial_placements()  # as those of a DTensor do
-        from vescale_fsdp.compat.checkpoints import chunk_list
-
-        return chunk_list(self)
+        return compat.chunk_list(self)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         boxes = self._boxes()
