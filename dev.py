@@ -27,9 +27,16 @@ PROJECTS = sorted(ROOT.glob("packages/*/pyproject.toml"))
 CLIENTS = ["clients", "clients-torchtune"]
 TESTED = ["lint", "docs", "core", "lightning", "accelerate", "integration", "wheels"]
 TESTED += ["deepspeed", "clients"]
-# In this order environments are made, and suites run. What needs the newest torch comes last,
-# because to install it may fail.
-START_ORDER = ["core", "integration", "lint", "accelerate", "lightning", "clients", "deepspeed"]
+# The longest first, so that the last ones to run side by side end together.
+START_ORDER = [
+    "core",
+    "integration",
+    "lint",
+    "accelerate",
+    "lightning",
+    "clients",
+    "deepspeed",
+]
 START_ORDER += ["docs", "wheels", "core-newest"]
 NEWEST = "2.15.0"  # of torch; constraints.txt has the oldest that is supported
 # What "test" runs on it, if pip can install it in this time: it takes 5.5 GB.
@@ -50,9 +57,7 @@ NEWEST_PART = [
     )
 ]
 NEWEST_LIMIT_S = 300
-# Suites of one process each, which run beside the others. Those with workers run one after another:
-# with two cores, two of them side by side reach the time limits of their tests.
-BESIDE = ["lint", "docs", "wheels"]
+AT_ONCE = 1  # suites side by side. With two cores, two suites reach the time limits of their tests
 SLOW_TEST_S, SLOW_FILE_S = 10, 60  # "test" names what takes longer
 # What "test --since" runs for a changed file: the first line that its path begins with. A changed
 # file of tests runs alone, if nothing else wants all of its suite. "lint" always runs.
@@ -239,14 +244,11 @@ def test(suites: dict[str, list[str]]) -> int:
     # uses the one of "integration". What is last to be made is not needed by any other.
     order = [name for name in START_ORDER if name in suites]
     needed = dict.fromkeys([*order[:1], *(["integration"] if "lint" in suites else []), *order])
-    maker, runner, beside = (ThreadPoolExecutor(1) for _ in range(3))
+    maker, runner = ThreadPoolExecutor(1), ThreadPoolExecutor(AT_ONCE)
     made = {name: maker.submit(can_make, name) for name in needed if name != "core-newest"}
     if "core-newest" in suites:
         made["core-newest"] = maker.submit(can_make_newest, NEWEST_LIMIT_S)
-    results = [
-        (beside if name in BESIDE else runner).submit(run_suite, name, suites[name], made)
-        for name in order
-    ]
+    results = [runner.submit(run_suite, name, suites[name], made) for name in order]
     counts = [result.result() for result in results]
     passed, failed, skipped = (sum(each) for each in zip(*counts, strict=True))
     print(write_slowest(REPORTS / "slowest.txt"))
