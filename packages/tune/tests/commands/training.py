@@ -123,7 +123,8 @@ class CountedRegion:
             self._ledger.lasting += self._num_bytes
             self._num_bytes = 0
 
-    def release(self) -> None:
+    def release(self, *, keeps: bool = False) -> None:
+        assert not keeps, "no training here keeps the memory of unsharded parameters"
         if self._region.is_materialized:
             self._ledger.drop(self._num_bytes)
         self._region.release()
