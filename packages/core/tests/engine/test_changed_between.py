@@ -158,7 +158,7 @@ def check_as_one_process(recomputes: bool) -> None:
                 assert_same(gradients(model, None), gradients(single, None), f"after {what}")
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_backward_that_needs_what_was_changed_raises_as_in_one_process(recomputes: bool) -> None:
     run_ranks(check_as_one_process, 2, recomputes)
 
