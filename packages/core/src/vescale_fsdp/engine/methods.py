@@ -139,12 +139,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
                 that was not finalized or reset.
         """
         unit = self._unit()
-        engine = engine_of(unit)
-        if engine is not None and not unit.is_root:
-            raise RuntimeError(
-                "set_manual_backward_finalization must be called on the root FSDP module, not on "
-                f"{unit.fqn!r} in it"
-            )
+        engine = _engine_of_root(unit, "set_manual_backward_finalization")
         if enabled == unit.finalizes_by_hand:
             return
         if compat.current_backward() != -1:
@@ -182,13 +177,7 @@ class FSDPModule(TuningMethods, TorchFSDPModule):
                 ``set_requires_all_reduce(True)``.
             RankMismatchError: a rank did not call it in time.
         """
-        unit = self._unit()
-        engine = engine_of(unit)
-        if engine is not None and not unit.is_root:
-            raise RuntimeError(
-                "finalize_backward must be called on the root FSDP module, not on "
-                f"{unit.fqn!r} in it"
-            )
+        engine = _engine_of_root(self._unit(), "finalize_backward")
         handle = GradientReductionHandle(engine, None if engine is None else engine.finalize())
         if async_op:
             return handle
@@ -401,6 +390,16 @@ def share_comm_ctx(modules: list[TorchFSDPModule]) -> None:
     for module in modules:
         if not isinstance(module, TorchFSDPModule):
             raise ValueError(f"Expects list of FSDPModules but got {module}")
+
+
+def _engine_of_root(unit: Unit, method: str) -> Engine | None:
+    """The engine of a model, of which ``unit`` must be the root. None: before the first forward."""
+    engine = engine_of(unit)
+    if engine is not None and not unit.is_root:
+        raise RuntimeError(
+            f"{method} must be called on the root FSDP module, not on {unit.fqn!r} in it"
+        )
+    return engine
 
 
 def copied(unit: Unit, memo: dict[int, Any]) -> Unit:

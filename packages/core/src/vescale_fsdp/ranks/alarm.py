@@ -36,7 +36,7 @@ ABORT_S = 10.0  # time for NCCL to abort communicators
 
 
 class Alarm:
-    """That of the present default group. `present` finds it.
+    """The alarm of one default group. `present` finds that of the present one.
 
     Args:
         ring: called with the reason of the rank that was first to give up, in the thread.
@@ -100,7 +100,10 @@ _alarm: Alarm | None = None
 
 
 def present() -> Alarm | None:
-    """That of the present default group, if this package has made a communicator of NCCL in it."""
+    """The alarm of the present default group.
+
+    None: this package has made no communicator of NCCL in it.
+    """
     return _alarm if _alarm is not None and _alarm.is_of_present else None
 
 
